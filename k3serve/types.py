@@ -1,0 +1,219 @@
+"""One value per hop on a request's way: Request -> Plan -> TickResult -> TokenEvent.
+
+Rule: frozen values only, no behaviour beyond trivial derived properties; standard library and numpy.
+The words (slot, tick, plan, page, ...) are those of the README.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_IDS = 16
+MAX_LOGIT_BIAS = 300
+
+
+class Finish(enum.IntEnum):
+    """Why a request ended. The device reports NONE, STOP or LENGTH; the leader adds the others."""
+
+    NONE = 0
+    STOP = 1  # a stop token was produced; it is the last token of the last event
+    LENGTH = 2  # the token budget or the context is used up
+    CANCELLED = 3  # the client left, a stop string was seen, or the server drained
+    ERROR = 4  # the server failed; TokenEvent.error says how
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are chosen. Every field is honoured on the device, except stop strings,
+    which the HTTP thread watches for and turns into a cancel."""
+
+    max_tokens: int  # >= 0; 0 scores the prompt only
+    seed: int = 0  # 0 <= seed < 2**64; the API draws one where the client gave none
+    choice: int = 0  # index of this choice among the n of its prompt: gives each its own stream
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 means off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # at most MAX_LOGIT_BIAS pairs (token id, bias)
+    min_tokens: int = 0  # stop ids are masked until so many tokens were produced
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # at most MAX_STOP_IDS, the end token included unless ignore_eos
+    top_logprobs: int | None = (
+        None  # None: no logprobs; N: the chosen token's and those of the N best
+    )
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens (echo)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to run: a prompt, and how to continue it. n choices of m prompts are n*m Requests."""
+
+    id: int
+    prompt: tuple[int, ...]  # token ids, at least one
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of prompt positions start .. start+len-1, as they come in page by page.
+
+    Row i speaks of the prompt token at position start+i, given all before it. Position 0 has no score, so the first
+    chunk starts at 1. The best token is top_ids[i, 0]. The token's own value is bit-equal to its value in
+    top_logprobs when it is among them.
+    """
+
+    start: int
+    logprobs: np.ndarray  # [len] f32
+    top_ids: np.ndarray  # [len, MAX_TOP_LOGPROBS] i32, best first
+    top_logprobs: np.ndarray  # [len, MAX_TOP_LOGPROBS] f32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one tick brought to one request. The last event of a request has a finish other than NONE."""
+
+    request_id: int
+    tokens: tuple[int, ...] = ()  # a stop token is the last one here
+    logprobs: tuple[float, ...] = ()  # per token, where asked for; of the model's own distribution
+    top_ids: tuple[tuple[int, ...], ...] = ()  # per token, top_logprobs entries, best first
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+    prompt_scores: PromptScores | None = None
+    finish: Finish = Finish.NONE
+    error: str | None = None  # with Finish.ERROR
+
+
+class Outbox(Protocol):
+    """Where a request's HTTP thread waits for its events."""
+
+    def get(self, timeout_s: float | None = None) -> TokenEvent | None:
+        """The next event; None when timeout_s passed without one."""
+        ...
+
+
+class State(enum.Enum):
+    """What an operator and a load balancer want to know of a server."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A server's fixed limits and its present load."""
+
+    max_slots: int
+    max_context: int  # prompt plus generated tokens of one request
+    max_queue: int
+    running: int = 0
+    waiting: int = 0
+
+
+class Executor(Protocol):
+    """Everything above the engine talks to this: the leader of a pod, or a scripted fake in tests.
+
+    Thread-safe. submit() never blocks: it queues the request or raises Overloaded.
+    """
+
+    def submit(self, request: Request) -> Outbox: ...
+
+    def cancel(self, request_id: int) -> None:
+        """Frees the request's slot one tick later; unknown and finished ids are ignored. No event follows
+        for certain: the caller already knows that it cancelled."""
+        ...
+
+    def state(self) -> State: ...
+
+    def capacity(self) -> Capacity: ...
+
+
+# ---------------------------------------------------------------------------------------------------- one tick
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A request enters a slot: its settings and the cache pages that are its own until release."""
+
+    slot: int
+    prompt_len: int
+    sampling: Sampling
+    pages: tuple[int, ...]  # cache page numbers, in order of position; covers prompt + max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PageWork:
+    """One page of a prompt to compute. Pages of one slot appear in order, also within one plan."""
+
+    slot: int
+    start: int  # absolute position of tokens[0], a multiple of the page size
+    tokens: tuple[int, ...]  # at most page_tokens; shorter only on the prompt's last page
+    next_token: int  # the prompt token after the page, or -1 on the last page
+    final: bool  # the prompt ends here: sample the first token (unless max_tokens is 0) and let the slot decode
+    score: bool  # return scores for this page's positions
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one tick does, the same on every host. Order on the device: release, admit, pages, decode steps."""
+
+    tick: int
+    releases: tuple[int, ...] = ()  # slots
+    admits: tuple[Admit, ...] = ()
+    pages: tuple[PageWork, ...] = ()
+    decode_steps: int = 0  # at most steps_per_tick
+    stop: bool = False  # the run ends after this tick, on every host
+
+
+@dataclass(frozen=True, slots=True)
+class TickResult:
+    """What a tick produced, unpacked: see wire.result_layout for the packed form. Arrays are read-only views."""
+
+    tick: int
+    fault: int  # 0, or a wire.Fault code raised on any rank
+    stopped: bool  # the plan asked all hosts to end
+    steps: int  # decode steps run
+    counts: np.ndarray  # [slots] i32: tokens emitted by each slot in this tick
+    tokens: np.ndarray  # [slots, emit] i32
+    logprobs: np.ndarray  # [slots, emit] f32
+    top_ids: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] i32
+    top_logprobs: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] f32
+    finish: (
+        np.ndarray
+    )  # [slots] i32: Finish.NONE, STOP or LENGTH, set in the tick where it happened
+    score_logprobs: (
+        np.ndarray
+    )  # [pages, page_tokens] f32: row i is the score of the token after position i
+    score_top_ids: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] i32
+    score_top_logprobs: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] f32
+
+
+@dataclass(frozen=True, slots=True)
+class TickShape:
+    """The fixed sizes of plan and result; equal on all hosts. Nothing in a tick's shape depends on the load."""
+
+    max_slots: int  # S
+    page_tokens: int  # C
+    pages_per_tick: int  # P: pages of any prompts computed in one tick, in plan order
+    steps_per_tick: int  # T: decode steps in one tick
+    rows: int  # R: rows a slot decodes at once (1 until drafts exist)
+    pages_per_slot: int  # length of a slot's page table: max_context / C
+    num_pages: int = field(default=0)  # size of the cache pool; page 0 .. num_pages-1
+
+    @property
+    def max_context(self) -> int:
+        return self.pages_per_slot * self.page_tokens
+
+    @property
+    def emit(self) -> int:
+        """Most tokens a slot can emit in one tick: the first token after a prompt, then T steps of R rows."""
+        return 1 + self.steps_per_tick * self.rows
