@@ -125,7 +125,7 @@ class Engine:
         return result
 
     def read(self, handle: jax.Array) -> np.ndarray:  # [result_len] i32
-        """Waits for a tick and returns its result vector. Raises HostFailure when a host is gone."""
+        """Waits for a tick; returns its result vector. Raises HostFailure when a host is gone."""
         try:
             return np.asarray(handle.addressable_data(0))
         except Exception as error:
