@@ -1,12 +1,11 @@
 # Sourced by launch/local.sh and scripts/test.sh: leaves a Python in $PYTHON that has k3serve
-# installed with the extras in $1. Uses the active virtual environment, else makes .venv here.
+# installed with the extra in $EXTRAS. Uses the active virtual environment, else makes .venv here.
 # Runs again in well under a second: it installs only when pyproject.toml or the extras changed.
 set -eu
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
-EXTRAS=$1
 
 find_python() {
-    for candidate in "${K3SERVE_PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
+    for candidate in "${K3SERVE_PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
         [ -n "$candidate" ] || continue
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"

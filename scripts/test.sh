@@ -2,7 +2,8 @@
 # Runs every check: lint, types, tests. Sets up what is missing. Arguments go to pytest:
 #   sh scripts/test.sh                     everything
 #   sh scripts/test.sh tests/text -k stop  part of the tests
-. "$(dirname "$0")/env.sh" dev
+EXTRAS=dev
+. "$(dirname "$0")/env.sh"
 cd "$ROOT"
 # compiled programs are kept between runs
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$ROOT/.cache/jax}"
