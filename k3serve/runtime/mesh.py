@@ -75,3 +75,19 @@ def make_mesh(ranks: int | None = None) -> Mesh:
             raise ConfigError(f"--ranks {ranks}: several hosts use all {len(devices)} devices")
         devices = devices[:ranks]
     return Mesh(np.array(devices), (AXIS,))
+
+
+def wait_for_all_hosts(timeout_s: float) -> None:
+    """Returns when every host of the run has come here; HostFailure names the wait otherwise."""
+    if jax.process_count() == 1:
+        return
+    from jax._src.distributed import global_state
+
+    assert global_state.client is not None, "several processes, but jax.distributed is not up"
+    try:
+        global_state.client.wait_at_barrier("k3serve-ready", int(timeout_s * 1000))
+    except Exception as error:
+        raise HostFailure(
+            f"not all {jax.process_count()} hosts were ready within {timeout_s:.0f} s "
+            f"(--connect-timeout): look for an error in the others' logs ({error})"
+        ) from error

@@ -1,0 +1,251 @@
+"""Puts the layers together: the only file that sees all of them.
+
+serve() runs one host: join the others, load its share of the weights, compile the tick, then lead
+(process 0: tokenizer, scheduler, HTTP) or follow. Rule: what only the leader needs is imported in
+the leader's functions, so a follower never loads api, text or scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3serve.checkpoint.load import load_weights, sampling_mask
+from k3serve.config import TargetConfig
+from k3serve.errors import ConfigError, HostFailure
+from k3serve.local_hosts import PARENT_FD, watch_parent
+from k3serve.runtime.engine import Engine
+from k3serve.runtime.mesh import HostGroup, join, make_mesh, wait_for_all_hosts
+from k3serve.settings import ServeConfig
+
+log = logging.getLogger("k3serve")
+
+
+def serve(config: ServeConfig) -> int:
+    """Runs this host until it is told to stop; returns the process's exit status."""
+    _start_logging()
+    watch_parent()
+    try:
+        engine = build_engine(config)
+        status = lead(engine, config) if jax.process_index() == 0 else follow(engine)
+    except HostFailure as error:
+        log.error("host failure: %s", error)
+        status = 1
+    if jax.process_count() > 1:
+        # JAX's shutdown barrier waits for dead peers: only a clean end may enter it
+        if status == 0:
+            jax.distributed.shutdown()
+        _exit_now(status)
+    return status
+
+
+def _exit_now(status: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _start_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    for noisy in ("jax", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+# ------------------------------------------------------------------------------------ engine
+
+
+def build_engine(config: ServeConfig) -> Engine:
+    """Joins the hosts, loads the weights and compiles; the engine of this host, ready to tick."""
+    group = HostGroup(
+        config.coordinator, config.num_hosts, config.host_id, config.connect_timeout_s
+    )
+    join(group, cpu_ranks=config.ranks or 1)
+    _use_compilation_cache()
+    target = TargetConfig.from_dir(config.checkpoint)
+    shape = config.tick_shape(target.max_position_embeddings)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    mesh = make_mesh(config.ranks if jax.process_count() == 1 else None)
+    dtype = _dtype(config.dtype, on_cpu)
+    started = time.monotonic()
+    weights = load_weights(
+        config.checkpoint,
+        target,
+        mesh,
+        dtype=dtype,
+        expert_format=_expert_format(config.experts, on_cpu),
+        progress=_Progress("loading weights"),
+    )
+    log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
+    started = time.monotonic()
+    allowed = (
+        np.ones(target.vocab_size, bool)
+        if config.allow_reserved
+        else sampling_mask(config.checkpoint, target.vocab_size)
+    )
+    engine = Engine(target, shape, mesh, weights, allowed, dtype=dtype)
+    log.info("compiled in %.1f s", time.monotonic() - started)
+    wait_for_all_hosts(config.connect_timeout_s)
+    return engine
+
+
+def _dtype(name: str, on_cpu: bool) -> Any:
+    if name == "auto":
+        name = "float32" if on_cpu else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _expert_format(name: str, on_cpu: bool) -> str:
+    if name == "auto":
+        return "dense" if on_cpu else "packed"
+    return name
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless JAX's own setting already says where."""
+    if jax.config.jax_compilation_cache_dir is None:
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+class _Progress:
+    """Logs a long transfer at most every two seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+        self._logged = self._started
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._logged < 2.0:
+            return
+        self._logged = now
+        rate = done / (now - self._started)
+        left_s = (total - done) / rate if rate else float("inf")
+        log.info("%s: %.1f of %.1f GB, %.0f s left", self._what, done / 1e9, total / 1e9, left_s)
+
+
+# ------------------------------------------------------------------------------------- roles
+
+
+def follow(engine: Engine) -> int:
+    """A follower's life: tick until the leader's plan says stop."""
+    from k3serve.lockstep.follower import follow as follow_leader
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the leader drains, then tells every host
+    log.info("host %d of %d follows", jax.process_index(), jax.process_count())
+    follow_leader(engine, engine.shape)
+    log.info("host %d ends: the leader said stop", jax.process_index())
+    return 0
+
+
+def lead(engine: Engine, config: ServeConfig) -> int:
+    """The leader's life: schedule, speak HTTP, drain when asked to stop."""
+    from k3serve.api.server import serve as serve_http
+
+    leader = start_leader(engine, config)
+    stop_asked = threading.Event()
+
+    def ask_to_stop(signum: int, _frame: object) -> None:
+        if stop_asked.is_set():
+            log.warning("second signal: ending at once")
+            os._exit(130)
+        stop_asked.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, ask_to_stop)
+    server = serve_http(leader, load_tokenizer(config.checkpoint), api_settings(config, engine))
+    _announce(config, server.port)
+    while not stop_asked.wait(0.1) and not leader.failed:
+        pass
+    if leader.failed:
+        log.error("the run has failed: %s", leader.failure)
+        server.shutdown()
+        _exit_now(1)
+    log.info("stopping: up to %.0f s for what runs", config.drain_timeout_s)
+    leader.drain(config.drain_timeout_s)
+    server.shutdown()
+    log.info("stopped")
+    return 0
+
+
+def start_leader(engine: Engine, config: ServeConfig) -> Any:
+    from k3serve.lockstep.leader import Leader
+
+    leader = Leader(
+        engine,
+        engine.shape,
+        max_queue=config.max_queue,
+        tick_timeout_s=config.tick_timeout_s,
+        sync=config.sync,
+    )
+    leader.start()
+    return leader
+
+
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
+    from k3serve.text.tokenizer import Tokenizer
+
+    if not (checkpoint / "tiktoken.model").exists():
+        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
+        return None
+    return Tokenizer.load(checkpoint)
+
+
+def api_settings(config: ServeConfig, engine: Engine) -> Any:
+    from k3serve.api.settings import ApiSettings
+
+    names = config.served_model_names or (_default_name(config.checkpoint),)
+    return ApiSettings(
+        host=config.host,
+        port=config.port,
+        served_model_names=names,
+        api_keys=config.api_keys,
+        max_body_bytes=config.max_body_mib << 20,
+    )
+
+
+def _default_name(checkpoint: Path) -> str:
+    name = checkpoint.resolve().name
+    return "k3-nano" if name == "nano" else name
+
+
+def _announce(config: ServeConfig, port: int) -> None:
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    log.info("ready: http://%s:%d", host, port)
+
+
+# ------------------------------------------------------------------------------------- score
+
+
+def score(
+    *,
+    checkpoint: Path,
+    input: Path,
+    output: Path,
+    dtype: str,
+    logits: bool,
+    top: int,
+    ranks: int | None,
+) -> int:
+    """The `score` command; see its --help."""
+    raise ConfigError("score: not wired yet")
+
+
+__all__ = ["PARENT_FD", "build_engine", "follow", "lead", "score", "serve", "start_leader"]
