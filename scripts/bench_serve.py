@@ -3,8 +3,9 @@ token and scoring tokens/s, through HTTP and in the bare tick loop, as ratios ta
 
     python scripts/bench_serve.py [--checkpoint DIR] [--rounds 3] [--json FILE]
 
-Each round starts a fresh process for the bare loop, then a server and a client process, so that both
-forms see the same machine; the medians of the rounds are compared. Run it when nothing else runs.
+Each round starts a fresh process for the bare loop, then a server and a client process, so that
+both forms see the same machine; the medians of the rounds are compared. Run it when nothing else
+runs.
 Rule: both forms do the same work on the same prompts, and HTTP speaks to the server as clients do.
 """
 
