@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3serve.checkpoint.load import load_weights, sampling_mask
+from k3serve.checkpoint.load import load_weights
+from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
 from k3serve.local_hosts import PARENT_FD, watch_parent
