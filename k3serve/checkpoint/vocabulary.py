@@ -32,8 +32,8 @@ def sampling_mask(directory: Path, vocab_size: int) -> np.ndarray:  # [vocab_siz
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size or ranks > vocab_size:
         raise CheckpointError(
-            f"{directory}: the tokenizer has {ranks} ranks and names ids up to {ids.max()}, but the "
-            f"model's vocab_size is {vocab_size}: the files are of different models"
+            f"{directory}: the tokenizer has {ranks} ranks and names ids up to {ids.max()}, but "
+            f"the model's vocab_size is {vocab_size}: the files are of different models"
         )
     mask = np.arange(vocab_size) < ranks
     mask[ids] = True

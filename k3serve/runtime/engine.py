@@ -20,8 +20,8 @@ from k3serve import wire
 from k3serve.config import TargetConfig
 from k3serve.errors import HostFailure
 from k3serve.model import init_state, state_specs, weight_specs
-from k3serve.runtime.mesh import AXIS
-from k3serve.runtime.table import empty_table
+from k3serve.model.collectives import RANK
+from k3serve.runtime.table import SlotTable, empty_table
 from k3serve.runtime.tick import EngineState, build_tick
 from k3serve.types import TickShape
 
@@ -60,7 +60,7 @@ class Engine:
         self._mesh = mesh
         self._weights = weights
         self._plan_size = wire.plan_layout(shape).size
-        self._rows = NamedSharding(mesh, PartitionSpec(AXIS))
+        self._rows = NamedSharding(mesh, PartitionSpec(RANK))
         self._local_ranks = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._allowed = jax.make_array_from_callback(
@@ -77,30 +77,28 @@ class Engine:
         return EngineState(model=state_specs(config), table=table, tick=PartitionSpec())
 
     def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
-        shape, ranks = self.shape, self._mesh.size
-        shardings = jax.tree.map(
-            lambda spec: NamedSharding(self._mesh, spec),
-            self._specs(config),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        shape, replicated = self.shape, NamedSharding(self._mesh, PartitionSpec())
+
+        def create() -> tuple[SlotTable, jax.Array]:
+            return empty_table(shape, config.vocab_size), jnp.int32(0)
+
+        table, tick = jax.jit(create, out_shardings=replicated)()
+        model = init_state(
+            config,
+            self._mesh,
+            slots=shape.max_slots,
+            num_pages=shape.num_pages,
+            page_tokens=shape.page_tokens,
+            dtype=dtype,
         )
-
-        def create() -> EngineState:
-            return EngineState(
-                model=init_state(
-                    config, ranks, shape.max_slots, shape.num_pages, shape.page_tokens, dtype
-                ),
-                table=empty_table(shape, config.vocab_size),
-                tick=jnp.int32(0),
-            )
-
-        return jax.jit(create, out_shardings=shardings)()
+        return EngineState(model=model, table=table, tick=tick)
 
     def _compile(self, config: TargetConfig) -> Any:
         specs = self._specs(config)
         step = jax.shard_map(
             build_tick(config, self.shape),
             mesh=self._mesh,
-            in_specs=(weight_specs(config), PartitionSpec(), specs, PartitionSpec(AXIS)),
+            in_specs=(weight_specs(config), PartitionSpec(), specs, PartitionSpec(RANK)),
             out_specs=(specs, PartitionSpec()),
             check_vma=False,
         )

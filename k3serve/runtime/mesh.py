@@ -1,4 +1,4 @@
-"""Joins the hosts of a run and lays all their devices on one mesh axis, "rank".
+"""Joins the hosts of a run and lays all their devices on the mesh axis RANK.
 
 Rule: the only file that calls jax.distributed. On a TPU pod everything is found automatically;
 elsewhere the coordinator, the number of hosts and this host's id come from the command line.
@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from k3serve.errors import ConfigError, HostFailure
-
-AXIS = "rank"
+from k3serve.model.collectives import RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def make_mesh(ranks: int | None = None) -> Mesh:
         if jax.process_count() > 1 and ranks != len(devices):
             raise ConfigError(f"--ranks {ranks}: several hosts use all {len(devices)} devices")
         devices = devices[:ranks]
-    return Mesh(np.array(devices), (AXIS,))
+    return Mesh(np.array(devices), (RANK,))
 
 
 def wait_for_all_hosts(timeout_s: float) -> None:

@@ -25,8 +25,8 @@ from jax import lax
 from k3serve import wire
 from k3serve.config import TargetConfig
 from k3serve.model import decode_rows, head_logits, prefill_page
+from k3serve.model.collectives import RANK
 from k3serve.model.scoring import page_scores
-from k3serve.runtime.mesh import AXIS
 from k3serve.runtime.table import SlotTable, advance, apply_plan, next_tokens, note_prompt
 from k3serve.types import MAX_TOP_LOGPROBS, Finish, TickShape
 
@@ -58,7 +58,7 @@ class Emitted:
 def build_tick(
     config: TargetConfig, shape: TickShape
 ) -> Callable[[Any, jax.Array, EngineState, jax.Array], tuple[EngineState, jax.Array]]:
-    """The function of one rank, to run inside shard_map over AXIS:
+    """The function of one rank, to run inside shard_map over RANK:
 
     (weights, allowed [V] bool, state, plan_rows [1, plan_len] i32) -> (state, result [len] i32)
     """
@@ -77,7 +77,7 @@ class _Tick:
     def run(
         self, weights: Any, allowed: jax.Array, state: EngineState, plan_rows: jax.Array
     ) -> tuple[EngineState, jax.Array]:
-        plan = lax.psum(plan_rows[0], AXIS)
+        plan = lax.psum(plan_rows[0], RANK)
         fault = self._check(plan, state.tick)
         plan = jnp.where(fault == int(wire.Fault.NONE), plan, 0)  # a refused plan does nothing
         table = apply_plan(state.table, plan, self.plan_layout)
@@ -99,7 +99,7 @@ class _Tick:
         )
         for code, passed in tests:  # the last that fails names the fault: the most telling one
             fault = jnp.where(passed, fault, int(code))
-        return lax.pmax(fault, AXIS)
+        return lax.pmax(fault, RANK)
 
     # ------------------------------------------------------------------------------ prefill
 
