@@ -39,50 +39,38 @@ def prompt(number: int, length: int) -> list[int]:
 # ------------------------------------------------------------------------------- the bare loop
 
 
-class BareLoop:
-    """The leader's loop without threads, mailboxes and HTTP: plan, dispatch, read one tick late."""
+class Bare:
+    """The engine behind the leader's loop without threads, mailboxes and HTTP."""
 
     def __init__(self, checkpoint: Path | None) -> None:
         from k3serve.app import build_engine
-        from k3serve.scheduler.scheduler import Scheduler
+        from k3serve.lockstep.bare import BareLoop
         from k3serve.settings import ServeConfig
 
         settings = {} if checkpoint is None else {"checkpoint": checkpoint}
-        self.engine = build_engine(ServeConfig(**settings))
-        self.shape = self.engine.shape
-        self.scheduler = Scheduler(self.shape, 1024)
-        self.tick = 0
+        engine = build_engine(ServeConfig(**settings))
+        self.loop = BareLoop(engine, engine.shape)
         self.requests = 0
 
     def run(self, prompts: list[list[int]], **sampling: Any) -> tuple[int, float]:
         """Runs all to their end; (tokens emitted, seconds to the first token)."""
-        from k3serve.lockstep.plan import pack, unpack_result
         from k3serve.types import Request, Sampling
 
-        started, first, emitted = time.perf_counter(), 0.0, 0
+        requests = []
         for tokens in prompts:
             self.requests += 1
-            request = Request(self.requests, tuple(tokens), Sampling(temperature=0.0, **sampling))
-            self.scheduler.add(request)
-        flight = None
-        while not self.scheduler.idle or flight is not None:
-            following = None
-            if not self.scheduler.idle:
-                plan = self.scheduler.plan(self.tick)
-                following = (plan, self.engine.dispatch(pack(plan, self.shape)))
-                self.tick += 1
-            if flight is not None:
-                result = unpack_result(self.engine.read(flight[1]), self.shape)
-                for event in self.scheduler.commit(flight[0], result):
-                    emitted += len(event.tokens)
-                    if event.tokens and not first:
-                        first = time.perf_counter() - started
-            flight = following
+            settings = Sampling(temperature=0.0, **sampling)
+            requests.append(Request(self.requests, tuple(tokens), settings))
+        started, first, emitted = time.perf_counter(), 0.0, 0
+        for event in self.loop.run(requests):
+            emitted += len(event.tokens)
+            if event.tokens and not first:
+                first = time.perf_counter() - started
         return emitted, first
 
 
 def bare(checkpoint: Path | None) -> dict[str, float]:
-    loop = BareLoop(checkpoint)
+    loop = Bare(checkpoint)
     loop.run([prompt(0, PROMPT_TOKENS)], max_tokens=32)
 
     def stream(count: int) -> float:

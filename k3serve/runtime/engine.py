@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3serve import wire
 from k3serve.config import TargetConfig
 from k3serve.errors import HostFailure
-from k3serve.model import init_state, state_specs, weight_specs
+from k3serve.model import init_state, state_specs
 from k3serve.model.collectives import RANK
 from k3serve.runtime.table import SlotTable, empty_table
 from k3serve.runtime.tick import EngineState, build_tick
@@ -95,10 +95,11 @@ class Engine:
 
     def _compile(self, config: TargetConfig) -> Any:
         specs = self._specs(config)
+        weight_specs = jax.tree.map(lambda array: array.sharding.spec, self._weights)
         step = jax.shard_map(
             build_tick(config, self.shape),
             mesh=self._mesh,
-            in_specs=(weight_specs(config), PartitionSpec(), specs, PartitionSpec(RANK)),
+            in_specs=(weight_specs, PartitionSpec(), specs, PartitionSpec(RANK)),
             out_specs=(specs, PartitionSpec()),
             check_vma=False,
         )
