@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3serve.checkpoint.load import load_weights
+from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
@@ -76,17 +76,17 @@ def build_engine(config: ServeConfig) -> Engine:
     join(group, cpu_ranks=config.ranks or 1)
     _use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
-    shape = config.tick_shape(target.max_position_embeddings)
+    shape = config.tick_shape(target.max_position)
     on_cpu = jax.devices()[0].platform == "cpu"
     mesh = make_mesh(config.ranks if jax.process_count() == 1 else None)
     dtype = _dtype(config.dtype, on_cpu)
     started = time.monotonic()
-    weights = load_weights(
+    weights = load(
         config.checkpoint,
         target,
         mesh,
         dtype=dtype,
-        expert_format=_expert_format(config.experts, on_cpu),
+        expert_format=_expert_format(config.experts, target, on_cpu),
         progress=_Progress("loading weights"),
     )
     log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
@@ -108,9 +108,9 @@ def _dtype(name: str, on_cpu: bool) -> Any:
     return jnp.dtype(name)
 
 
-def _expert_format(name: str, on_cpu: bool) -> str:
+def _expert_format(name: str, target: TargetConfig, on_cpu: bool) -> str:
     if name == "auto":
-        return "dense" if on_cpu else "packed"
+        return "dense" if on_cpu or not target.packed_experts else "packed"
     return name
 
 

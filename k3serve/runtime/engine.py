@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3serve import wire
 from k3serve.config import TargetConfig
 from k3serve.errors import HostFailure
-from k3serve.model import init_state, state_specs
 from k3serve.model.collectives import RANK
+from k3serve.model.state import init_state, state_specs
 from k3serve.runtime.table import SlotTable, empty_table
 from k3serve.runtime.tick import EngineState, build_tick
 from k3serve.types import TickShape

@@ -24,9 +24,9 @@ from jax import lax
 
 from k3serve import wire
 from k3serve.config import TargetConfig
-from k3serve.model import decode_rows, head_logits, prefill_page
 from k3serve.model.collectives import RANK
 from k3serve.model.scoring import page_scores
+from k3serve.model.target import decode_rows, head_logits, prefill_page
 from k3serve.runtime.table import SlotTable, advance, apply_plan, next_tokens, note_prompt
 from k3serve.types import MAX_TOP_LOGPROBS, Finish, TickShape
 
