@@ -213,3 +213,7 @@ class TickShape:
     def emit(self) -> int:
         """Most tokens a slot emits in a tick: the first after a prompt, then T steps of R rows."""
         return 1 + self.steps_per_tick * self.rows
+
+    def pages_for(self, tokens: int) -> int:
+        """Cache pages that hold so many positions of one slot; no more than its page table has."""
+        return min(-(-tokens // self.page_tokens), self.pages_per_slot)
