@@ -1,0 +1,157 @@
+"""What both generating endpoints share: the envelope of an answer, usage, and how it is delivered.
+
+Rule: an endpoint supplies one Choice per sequence; whether pieces are streamed or gathered is
+decided here only, so that both ways say the same.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from k3serve.api.context import Context
+from k3serve.api.exchange import ClientGone, Exchange
+from k3serve.api.generate import Group
+from k3serve.api.policy import ignored_header
+from k3serve.api.replies import Reply, json_reply
+from k3serve.api.sse import EventStream
+from k3serve.types import Request, TokenEvent
+
+
+class Choice(Protocol):
+    """One sequence on its way to a client."""
+
+    finish_reason: str | None
+    completion_tokens: int
+    reasoning_tokens: int
+
+    def feed(self, event: TokenEvent) -> list[dict[str, Any]]:
+        """Takes an event in; gives the `choices[0]` of the stream chunks that it makes."""
+        ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before anything else of the stream."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The finished choice of an answer that is not streamed."""
+        ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer in the making."""
+
+    context: Context
+    model: str
+    prefix: str  # of the id: cmpl or chatcmpl
+    kind: str  # `object` of the whole answer
+    chunk_kind: str
+    prompt_tokens: int
+    choices: Sequence[Choice]
+    with_reasoning: bool
+    include_usage: bool = False
+    usage_in_every_chunk: bool = False
+    first_fields: dict[str, Any] = field(default_factory=dict)  # top level, once
+    id: str = ""
+    created: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def usage(self) -> dict[str, Any]:
+        completion = sum(c.completion_tokens for c in self.choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        if self.with_reasoning:
+            reasoning = sum(c.reasoning_tokens for c in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
+
+    def whole(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": [c.whole() for c in self.choices],
+            "usage": self.usage(),
+            **self.first_fields,
+        }
+
+    def chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
+        """One stream chunk; None makes the last one, which carries the usage alone."""
+        chunk = {
+            "id": self.id,
+            "object": self.chunk_kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": [] if choice is None else [choice],
+        }
+        if self.include_usage:
+            now = choice is None or self.usage_in_every_chunk
+            chunk["usage"] = self.usage() if now else None
+        if self.first_fields:
+            chunk |= self.first_fields
+            self.first_fields = {}
+        return chunk
+
+    def note(self) -> str:
+        """For the access log."""
+        done = ",".join(sorted({c.finish_reason or "none" for c in self.choices}))
+        completion = sum(c.completion_tokens for c in self.choices)
+        return f"prompt={self.prompt_tokens} completion={completion} finish={done}"
+
+
+def deliver(
+    answer: Answer,
+    exchange: Exchange,
+    requests: list[Request],
+    *,
+    stream: bool,
+    ignored: list[str],
+) -> Reply | None:
+    """Runs the requests and answers, streamed or not."""
+    headers = ignored_header(ignored)
+    if not stream:
+        with Group(answer.context, requests, exchange.gone) as group:
+            _run(answer, group, lambda chunks: None)
+        return json_reply(answer.whole(), headers=headers, note=answer.note())
+    events = EventStream(exchange, headers)
+    try:
+        with Group(answer.context, requests, exchange.gone) as group:
+            _run(answer, group, events.send)
+        if answer.include_usage:
+            events.send([answer.chunk(None)])
+        events.done()
+    except (ClientGone, OSError):
+        raise
+    except Exception as error:
+        if not events.started:
+            raise
+        events.fail(error)
+        exchange.note = f"{answer.note()} error={type(error).__name__}"
+        return None
+    exchange.note = answer.note()
+    return None
+
+
+def _run(answer: Answer, group: Group, send: Callable[[list[dict[str, Any]]], None]) -> None:
+    opened = False
+    for index, event in group.events():
+        choice = answer.choices[index]
+        made = choice.feed(event)
+        if choice.finish_reason is not None:
+            group.finish(index, choice.finish_reason, choice.completion_tokens)
+        if not opened:  # every choice in order: SDK helpers index lists by what they saw
+            opened = True
+            made = [c for other in answer.choices for c in other.opening()] + made
+        send([answer.chunk(c) for c in made])

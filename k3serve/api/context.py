@@ -1,0 +1,80 @@
+"""What every endpoint sees: the executor, the tokenizer, the settings, the metrics.
+
+Rule: built once per server, read-only afterwards; the id counter is the one thing that moves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from k3serve.api.settings import ApiSettings
+from k3serve.errors import RequestError
+from k3serve.metrics import Metrics
+from k3serve.types import Executor
+
+
+class Tokenizer(Protocol):
+    """The part of text.Tokenizer that the server uses; tests use a byte tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One server's collaborators."""
+
+    executor: Executor
+    tokenizer: Any  # Tokenizer | None; Any because text.channels wants its own richer type
+    settings: ApiSettings
+    metrics: Metrics
+    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        if self.settings.eos_ids or self.tokenizer is None:
+            return self.settings.eos_ids
+        return tuple(self.tokenizer.eos_ids)
+
+    def need_tokenizer(self, param: str) -> Any:
+        """The tokenizer, or a 400 that says which field needs it."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{param} is text, but this checkpoint was loaded without tokenizer files; "
+                "send token ids as `prompt` to /v1/completions instead",
+                param=param,
+                code="no_tokenizer",
+            )
+        return self.tokenizer
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report; 404 for a model that is not served here."""
+        served = self.settings.served_model_names
+        if name is None or name == "":
+            return served[0]
+        if name not in served:
+            raise RequestError(
+                f"model {name[:200]!r} does not exist here; served: {', '.join(served)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return name

@@ -1,0 +1,395 @@
+"""One connection: parse, check, dispatch, answer, again.
+
+Rule: every request gets exactly one answer, and the connection is kept only if it provably stands
+at the start of a next request. Nothing an endpoint raises ends more than its own request.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import logging
+import re
+import time
+import uuid
+from email.utils import formatdate
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any
+
+from k3serve.api import routes
+from k3serve.api.exchange import ClientGone, Exchange, Headers
+from k3serve.api.framing import Framing, TimedSocket, client_gone
+from k3serve.api.replies import Reply, dumps, envelope, error_reply, internal_error
+from k3serve.errors import RequestError
+
+if TYPE_CHECKING:
+    from k3serve.api.server import ApiServer
+
+access_log = logging.getLogger("k3serve.access")
+log = logging.getLogger("k3serve.api")
+
+BODY_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/plain")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SAFE_HEADER = re.compile(r"[^\x20-\x7e]")
+
+
+def status_line(status: int) -> str:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "Unknown"
+    return f"HTTP/1.1 {status} {phrase}\r\n"
+
+
+def busy_answer(limit: int) -> bytes:
+    """The whole answer for a connection beyond the limit."""
+    error = RequestError(
+        f"this server already has {limit} connections open", status=503, code="too_many_connections"
+    )
+    body = dumps(envelope(error))
+    head = (
+        f"{status_line(503)}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Retry-After: 1\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Handler(BaseHTTPRequestHandler):
+    """See the module. Attribute names avoid those of BaseHTTPRequestHandler (responses, headers)."""
+
+    server: ApiServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each kept-alive answer can wait 40 ms for a delayed ACK
+    request_id = ""
+    framing: Framing | None = None
+    answered = 0  # status already on the wire, 0 before
+
+    def setup(self) -> None:
+        super().setup()
+        self.settings = self.server.context.settings
+        self._timed = TimedSocket(self.connection)
+        self.rfile = io.BufferedReader(self._timed, 65536)
+
+    # ------------------------------------------------------------------ reading one request
+
+    def handle_one_request(self) -> None:
+        self.close_connection = True
+        self.framing = None
+        self.answered = 0
+        self.request_id = f"req-{uuid.uuid4().hex}"
+        self.command, self.path, self.requestline = "-", "-", ""
+        self.request_version = "HTTP/1.0"
+        try:
+            self._timed.deadline = time.monotonic() + self.settings.idle_timeout_s
+            if not self.rfile.peek(1):
+                return
+            self._timed.deadline = time.monotonic() + self.settings.request_timeout_s
+        except OSError:  # idle for too long, or reset
+            return
+        started = time.monotonic()
+        note = ""
+        try:
+            note = self._answer_one()
+        except ClientGone:
+            note, self.close_connection = "client gone", True
+        except OSError as error:
+            note, self.close_connection = f"connection lost: {type(error).__name__}", True
+        self._log_access(started, note)
+
+    def _answer_one(self) -> str:
+        """Reads, answers, and returns the note for the access log."""
+        exchange: Exchange | None = None
+        try:
+            if not self._read_head():
+                return "bad request"
+            route, endpoint, path_arg = self._checked_route()
+            exchange = Exchange(
+                body=self._read_body() if self.command == "POST" else self._no_body(),
+                gone=lambda: client_gone(self.connection),
+                open_stream=self._open_stream,
+                path_arg=path_arg,
+            )
+            reply = endpoint(self.server.context, exchange)
+        except RequestError as error:
+            reply = error_reply(error, self._extra_headers(error))
+        except TimeoutError:
+            self.close_connection = True
+            reply = error_reply(self._timed_out())
+        except (ClientGone, OSError):
+            raise
+        except RecursionError:
+            reply = error_reply(RequestError("the request is nested too deeply"))
+        except Exception:
+            log.exception("request %s failed", self.request_id)
+            reply = error_reply(internal_error())
+        if reply is None:
+            return exchange.note if exchange else ""
+        if self.answered:  # a stream was under way and could not say it itself
+            self.close_connection = True
+            return reply.note
+        self._write_reply(reply)
+        return reply.note
+
+    def _read_head(self) -> bool:
+        """Request line and headers. On a syntax error the answer is already sent."""
+        self.raw_requestline = self.rfile.readline(65537)
+        if len(self.raw_requestline) > 65536:
+            self.send_error(414)
+            return False
+        if not self.parse_request():
+            return False
+        if self.request_version == "HTTP/0.9":
+            self.send_error(400, "HTTP/0.9 is not supported")
+            return False
+        given = self.headers.get("x-request-id", "").strip()
+        if _REQUEST_ID.fullmatch(given):
+            self.request_id = given
+        try:
+            self.framing = Framing(self.headers, self.rfile, self.settings.max_body_bytes)
+        except RequestError:
+            self.close_connection = True
+            raise
+        return True
+
+    def handle_expect_100(self) -> bool:
+        """Too early: the 100 goes out when the body is wanted."""
+        return True
+
+    def _checked_route(self) -> tuple[routes.Route, routes.Endpoint, str]:
+        found = routes.find(self.path)
+        if found is None:
+            raise RequestError(
+                f"no such path: {ascii(self.path.split('?')[0][:200])}; this server answers "
+                + " ".join(routes.ROUTES),
+                status=404,
+                code="not_found",
+            )
+        route, path_arg = found
+        if self.command == "OPTIONS" and self._cors_origin():
+            return route, self._preflight, path_arg
+        method = "GET" if self.command == "HEAD" else self.command
+        endpoint = route.methods.get(method)
+        if endpoint is None:
+            raise RequestError(
+                f"{self.command[:40]} is not allowed here; use {route.allow}",
+                status=405,
+                code="method_not_allowed",
+            )
+        if not route.public:
+            self._check_key()
+        return route, endpoint, path_arg
+
+    def _check_key(self) -> None:
+        keys = self.settings.api_keys
+        if not keys:
+            return
+        scheme, _, token = self.headers.get("Authorization", "").strip().partition(" ")
+        offered = [token.strip()] if scheme.lower() == "bearer" else []
+        offered.append(self.headers.get("x-api-key", "").strip())
+        right = False
+        for key in keys:  # all of them, so that the time tells nothing
+            for candidate in offered:
+                right |= hmac.compare_digest(candidate.encode(), key.encode())
+        if not right:
+            raise RequestError(
+                "missing or wrong API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def _read_body(self) -> bytes:
+        assert self.framing is not None
+        self._check_content_type()
+        self.framing.check_size()
+        if self.headers.get("Expect", "").lower() == "100-continue" and not self.framing.clean:
+            if self.request_version >= "HTTP/1.1":
+                self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return self.framing.read()
+
+    def _no_body(self) -> bytes:
+        assert self.framing is not None
+        self.framing.drain()
+        return b""
+
+    def _check_content_type(self) -> None:
+        encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError(
+                f"Content-Encoding {ascii(encoding[:40])} is not supported; send plain JSON",
+                status=415,
+                code="unsupported_media_type",
+            )
+        given = self.headers.get("Content-Type", "application/json")
+        media = given.partition(";")[0].strip().lower() or "application/json"
+        charset = self.headers.get_content_charset("utf-8")
+        if not (media in BODY_TYPES or media.endswith("+json")) or charset not in (
+            "utf-8",
+            "us-ascii",
+        ):
+            raise RequestError(
+                f"Content-Type {ascii(given[:80])} is not supported; send application/json",
+                status=415,
+                code="unsupported_media_type",
+            )
+        if media in BODY_TYPES[1:] and self._foreign_origin():
+            # A page elsewhere can post these types without asking first; curl -d sends no Origin.
+            raise RequestError(
+                "a web page must send Content-Type application/json",
+                status=415,
+                code="unsupported_media_type",
+            )
+
+    # ------------------------------------------------------------------ origins
+
+    def _foreign_origin(self) -> bool:
+        origin = self.headers.get("Origin")
+        own = self.headers.get("Host", "")
+        return bool(origin) and origin not in (f"http://{own}", f"https://{own}")
+
+    def _cors_origin(self) -> str | None:
+        """What Access-Control-Allow-Origin should say to this request, if anything."""
+        allowed = self.settings.cors_origins
+        origin = self.headers.get("Origin") if self.headers is not None else None
+        if not origin or not allowed:
+            return None
+        if "*" in allowed:
+            return "*"
+        return origin if origin in allowed else None
+
+    def _preflight(self, context: Any, exchange: Exchange) -> Reply:
+        asked = self.headers.get("Access-Control-Request-Headers", "")
+        return Reply(
+            204,
+            content_type=None,
+            headers=(
+                ("Access-Control-Allow-Methods", "GET, POST, OPTIONS"),
+                ("Access-Control-Allow-Headers", asked[:1000] or "Authorization, Content-Type"),
+                ("Access-Control-Max-Age", "600"),
+            ),
+        )
+
+    def _extra_headers(self, error: RequestError) -> Headers:
+        if error.status == 401:
+            return (("WWW-Authenticate", "Bearer"),)
+        if error.status == 405 and (found := routes.find(self.path)):
+            return (("Allow", found[0].allow),)
+        return ()
+
+    def _timed_out(self) -> RequestError:
+        return RequestError(
+            f"the request did not arrive within {self.settings.request_timeout_s:g} s",
+            status=408,
+            code="request_timeout",
+        )
+
+    # ------------------------------------------------------------------ writing one answer
+
+    def _head(self, status: int, headers: Headers) -> bytes:
+        lines = [
+            status_line(status),
+            "Server: k3serve\r\n",
+            f"Date: {formatdate(usegmt=True)}\r\n",
+            f"x-request-id: {self.request_id}\r\n",
+        ]
+        if origin := self._cors_origin() if hasattr(self, "headers") else None:
+            lines.append(f"Access-Control-Allow-Origin: {_SAFE_HEADER.sub('?', origin)}\r\n")
+            lines.append("Access-Control-Expose-Headers: x-request-id, x-k3serve-ignored\r\n")
+            if origin != "*":
+                lines.append("Vary: Origin\r\n")
+        lines += [f"{name}: {_SAFE_HEADER.sub('?', value)}\r\n" for name, value in headers]
+        if self.close_connection:
+            lines.append("Connection: close\r\n")
+        elif self.request_version == "HTTP/1.0":
+            lines.append("Connection: keep-alive\r\n")
+        return "".join([*lines, "\r\n"]).encode("latin-1")
+
+    def _settle_body(self) -> None:
+        """Reads the rest of a refused request, or gives the connection up."""
+        if self.framing is None:
+            self.close_connection = True
+        elif not self.framing.clean:
+            try:
+                if not self.headers.get("Expect"):
+                    self.framing.drain()
+            except (RequestError, OSError):
+                pass
+            self.close_connection |= not self.framing.clean
+        if self.close_connection and not (self.framing and self.framing.clean):
+            self.server.linger_on_close(self.connection)
+
+    def _write_reply(self, reply: Reply) -> None:
+        self._settle_body()
+        headers = list(reply.headers)
+        if reply.content_type:
+            headers.append(("Content-Type", reply.content_type))
+        if reply.status != 204:
+            headers.append(("Content-Length", str(len(reply.body))))
+        if reply.status == 503:
+            self.close_connection = True  # a draining or failed server wants no idle connections
+        head = self._head(reply.status, tuple(headers))
+        self.connection.settimeout(self.settings.write_timeout_s)
+        self.answered = reply.status
+        self.connection.sendall(head if self.command == "HEAD" else head + reply.body)
+
+    def _open_stream(self, content_type: str, headers: Headers) -> _Stream:
+        """Head of an answer without a length: chunked, or until close for HTTP/1.0."""
+        chunked = self.request_version >= "HTTP/1.1"
+        self.close_connection |= not chunked
+        headers = (*headers, ("Content-Type", content_type), ("Cache-Control", "no-cache"))
+        if chunked:
+            headers = (*headers, ("Transfer-Encoding", "chunked"))
+        self.connection.settimeout(self.settings.write_timeout_s)
+        head = self._head(200, headers)
+        self.answered = 200
+        return _Stream(self, head, chunked)
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """The base class reports syntax errors of a request through this."""
+        self.close_connection = True
+        text = message or HTTPStatus(code).phrase
+        self._write_reply(error_reply(RequestError(text[:300], status=code, code="bad_request")))
+
+    def _log_access(self, started: float, note: str) -> None:
+        self.server.context.metrics.http_responses.labels(str(self.answered or 499)).inc()
+        access_log.info(
+            "%s %s %s %d %.1fms %s %s",
+            self.client_address[0],
+            ascii(self.command[:20])[1:-1],
+            ascii(self.path.split("?")[0][:120])[1:-1],
+            self.answered or 499,
+            (time.monotonic() - started) * 1000,
+            self.request_id,
+            note,
+        )
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+class _Stream:
+    """An open answer. The head travels with the first write: one packet less."""
+
+    def __init__(self, handler: Handler, head: bytes, chunked: bool) -> None:
+        self._handler = handler
+        self._head = head
+        self._chunked = chunked
+        self._keep = not handler.close_connection
+        handler.close_connection = True  # until end() says that the body is complete
+
+    def write(self, data: bytes) -> None:
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        self._send(framed)
+
+    def end(self) -> None:
+        self._send(b"0\r\n\r\n" if self._chunked else b"")
+        self._handler.close_connection = not self._keep
+
+    def _send(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        try:
+            self._handler.connection.sendall(head + data)
+        except OSError as error:
+            raise ClientGone from error

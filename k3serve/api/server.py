@@ -1,0 +1,120 @@
+"""The HTTP server: stdlib ThreadingHTTPServer, one thread per connection.
+
+Rule: everything about sockets and HTTP/1.1 is here and in framing.py; endpoints never see a socket.
+Try it: `server.serve(executor, tokenizer, settings)` returns a running server; see tests/api.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from k3serve.api.context import Context
+from k3serve.api.framing import linger
+from k3serve.api.handler import Handler, busy_answer
+from k3serve.api.settings import ApiSettings
+from k3serve.metrics import Metrics
+from k3serve.types import Executor
+
+log = logging.getLogger("k3serve.api")
+
+
+class ApiServer(ThreadingHTTPServer):
+    """A listening server. `port` is the real one; `shutdown()` stops accepting and closes."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, context: Context) -> None:
+        settings = context.settings
+        if ":" in settings.host:
+            self.address_family = socket.AF_INET6
+        self.context = context
+        self._free = threading.BoundedSemaphore(settings.max_connections)
+        self._lingering: set[int] = set()
+        super().__init__((settings.host, settings.port), Handler)
+        self._thread = threading.Thread(target=self._serve, name="k3serve-http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's reverse name lookup, which can take seconds on a laptop."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = self.server_address[0], self.server_address[1]
+
+    def _serve(self) -> None:
+        self.serve_forever(poll_interval=0.1)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._refuse(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def _refuse(self, request: socket.socket) -> None:
+        """Runs on the accepting thread, so it must not wait for the peer."""
+        try:
+            request.setblocking(False)
+            request.send(busy_answer(self.context.settings.max_connections))
+        except OSError:
+            pass
+        self.shutdown_request(request)
+
+    def linger_on_close(self, request: socket.socket) -> None:
+        """The handler left bytes unread on this connection."""
+        self._lingering.add(request.fileno())
+
+    def shutdown_request(self, request: Any) -> None:
+        if request.fileno() in self._lingering:
+            self._lingering.discard(request.fileno())
+            linger(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.exception("connection from %s failed", client_address[0])
+
+
+def serve(
+    executor: Executor,
+    tokenizer: Any,
+    settings: ApiSettings,
+    metrics: Metrics | None = None,
+) -> ApiServer:
+    """Binds, listens and answers in background threads until `shutdown()`.
+
+    `tokenizer` is a text.Tokenizer, or None for a checkpoint without one. `metrics` is created
+    where none is given. Raises OSError when the address cannot be bound.
+    """
+    metrics = metrics if metrics is not None else Metrics(settings.model_name)
+    metrics.watch_load(
+        lambda: executor.capacity().running,
+        lambda: executor.capacity().waiting,
+    )
+    server = ApiServer(Context(executor, tokenizer, settings, metrics))
+    log.info("listening on %s port %d", settings.host, server.port)
+    return server

@@ -1,0 +1,85 @@
+"""What the server counts, in Prometheus text; vLLM's names where the meaning is the same.
+
+Rule: one registry per Metrics object, no module globals; a layer that counts is handed the object.
+Try it: curl -s localhost:8000/metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+_LABELS = ("model_name", "engine")
+_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 30, 60, 300)
+_GAPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+class Metrics:
+    """Counters and histograms of one server. Thread-safe."""
+
+    def __init__(self, model_name: str = "") -> None:
+        self.registry = CollectorRegistry()
+        self._labels = (model_name, "0")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens answered.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests ended, by finish reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self.rejections = self._counter("vllm:admission_rejections", "Requests refused by load.")
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY
+        )
+        self.inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of one sequence.", _GAPS
+        )
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to its last token.", _LATENCY
+        )
+        self.request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a sequence.", _TOKENS
+        )
+        self.request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a sequence.", _TOKENS
+        )
+        self.http_responses = Counter(
+            "k3serve_http_responses",
+            "HTTP answers, by status.",
+            ("status",),
+            registry=self.registry,
+        )
+        self.compilations_after_ready = Counter(
+            "k3serve_compilations_after_ready",
+            "Programs compiled after the server said it was ready; stays 0.",
+            registry=self.registry,
+        )
+        self.ticks = Counter("k3serve_ticks", "Ticks read back.", registry=self.registry)
+
+    def _counter(self, name: str, doc: str) -> Counter:
+        return Counter(name, doc, _LABELS, registry=self.registry).labels(*self._labels)
+
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, doc, _LABELS, registry=self.registry, buckets=buckets)
+        return made.labels(*self._labels)
+
+    def watch_load(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Reads both numbers whenever somebody asks for the metrics. Once per Metrics."""
+        for name, doc, read in (
+            ("vllm:num_requests_running", "Sequences in slots.", running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a slot.", waiting),
+        ):
+            gauge = Gauge(name, doc, _LABELS, registry=self.registry)
+            gauge.labels(*self._labels).set_function(read)
+
+    def finished(self, reason: str) -> None:
+        """One sequence ended: stop, length, abort or error."""
+        self._success.labels(*self._labels, reason).inc()
+
+    def render(self) -> tuple[str, bytes]:
+        """Content type and body of GET /metrics."""
+        return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.registry)
