@@ -10,9 +10,7 @@ from k3serve.errors import RequestError
 from k3serve.text.stops import StopMatcher
 
 
-def run(
-    stops: list[str], pieces: list[str], include: bool = False
-) -> tuple[list[str], str | None]:
+def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None]:
     """Every piece of text delivered, the flushed one last, and the hit."""
     matcher = StopMatcher(stops, include)
     out = [matcher.feed(piece)[0] for piece in pieces]
@@ -61,7 +59,9 @@ def test_an_empty_stop_is_a_400(stops: list[str]) -> None:
 SHORT = st.text("ab\n", max_size=4)
 
 
-@given(st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4), st.lists(SHORT), st.booleans())
+@given(
+    st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4), st.lists(SHORT), st.booleans()
+)
 def test_any_chunking_equals_find(stops: list[str], pieces: list[str], include: bool) -> None:
     text = "".join(pieces)
     found = [(text.find(s), len(s), s) for s in stops if s in text]

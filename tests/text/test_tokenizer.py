@@ -32,9 +32,7 @@ def test_encode_goldens(tiny: Tokenizer, golden: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("golden", [g for g in ENCODE if "repeat" in g], ids=lambda g: g["n_ids"])
-def test_long_inputs_are_split_as_the_release_does(
-    tiny: Tokenizer, golden: dict[str, Any]
-) -> None:
+def test_long_inputs_are_split_as_the_release_does(tiny: Tokenizer, golden: dict[str, Any]) -> None:
     ids = tiny.encode(golden["text_unit"] * golden["repeat"] + golden["tail"])
     assert len(ids) == golden["n_ids"]
     digest = hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
@@ -112,7 +110,9 @@ def test_info_has_what_clients_read_and_no_code_reference(tiny: Tokenizer) -> No
 
 
 MARKERS = st.sampled_from(["<|open|>", "<|close|>", "<|sep|>", "[EOS]", "<|reserved_token_1544|>"])
-TEXT = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | MARKERS).map("".join)
+TEXT = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | MARKERS).map(
+    "".join
+)
 
 
 @given(TEXT)
@@ -147,7 +147,9 @@ def test_text_without_lone_surrogates_passes() -> None:
     assert check_text("naïve 👋", "prompt") == "naïve 👋"
 
 
-@pytest.mark.parametrize("bad", [-1, 1792, 2**31, 5279552648203111001, 10**5000, 1.0, True, None], ids=type)
+@pytest.mark.parametrize(
+    "bad", [-1, 1792, 2**31, 5279552648203111001, 10**5000, 1.0, True, None], ids=type
+)
 def test_ids_that_are_none_are_a_400_with_position_and_value(tiny: Tokenizer, bad: object) -> None:
     check_ids([0, 1791], tiny.vocab_size, "prompt")
     with pytest.raises(RequestError) as caught:
@@ -205,7 +207,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "twice",
     ),
     "reserved name": (
-        _edit(lambda c: c["added_tokens_decoder"].update({"1700": _entry("<|reserved_token_1701|>")})),
+        _edit(
+            lambda c: c["added_tokens_decoder"].update({"1700": _entry("<|reserved_token_1701|>")})
+        ),
         "reserved",
     ),
     "end id outside": (_write("generation_config.json", '{"eos_token_id": 1792}'), "eos_token_id"),
