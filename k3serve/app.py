@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
-from k3serve.local_hosts import PARENT_FD, watch_parent
+from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, join, make_mesh, wait_for_all_hosts
-from k3serve.settings import ServeConfig
+from k3serve.settings import NANO, ServeConfig
 
 log = logging.getLogger("k3serve")
+
+FAILURE_GRACE_S = 0.5
 
 
 def serve(config: ServeConfig) -> int:
@@ -38,7 +42,8 @@ def serve(config: ServeConfig) -> int:
     watch_parent()
     try:
         engine = build_engine(config)
-        status = lead(engine, config) if jax.process_index() == 0 else follow(engine)
+        leads = jax.process_index() == 0
+        status = lead(engine, config) if leads else follow(engine, config)
     except HostFailure as error:
         log.error("host failure: %s", error)
         status = 1
@@ -143,60 +148,124 @@ class _Progress:
 # ------------------------------------------------------------------------------------- roles
 
 
-def follow(engine: Engine) -> int:
+def follow(engine: Engine, config: ServeConfig) -> int:
     """A follower's life: tick until the leader's plan says stop."""
     from k3serve.lockstep.follower import follow as follow_leader
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the leader drains, then tells every host
     log.info("host %d of %d follows", jax.process_index(), jax.process_count())
-    follow_leader(engine, engine.shape)
+    follow_leader(
+        engine,
+        engine.shape,
+        tick_timeout_s=config.tick_timeout_s,
+        start_timeout_s=config.connect_timeout_s,
+        sync=config.sync,
+        on_timeout=_end_on_failure,
+    )
     log.info("host %d ends: the leader said stop", jax.process_index())
     return 0
 
 
+def _end_on_failure(failure: HostFailure) -> None:
+    """From a watchdog: the main thread is blocked in a collective and cannot end the process."""
+    log.error("host failure: %s", failure)
+    _exit_now(1)
+
+
 def lead(engine: Engine, config: ServeConfig) -> int:
     """The leader's life: schedule, speak HTTP, drain when asked to stop."""
-    from k3serve.api.server import serve as serve_http
+    from k3serve.metrics import Metrics
 
-    leader = start_leader(engine, config)
-    stop_asked = threading.Event()
+    changed = threading.Event()  # a signal came, or the run failed
+    signals: list[int] = []
 
-    def ask_to_stop(signum: int, _frame: object) -> None:
-        if stop_asked.is_set():
+    def on_signal(signum: int, _frame: object) -> None:
+        signals.append(signum)
+        if len(signals) > 1:
             log.warning("second signal: ending at once")
-            os._exit(130)
-        stop_asked.set()
+            _exit_now(130)
+        changed.set()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, ask_to_stop)
-    server = serve_http(leader, load_tokenizer(config.checkpoint), api_settings(config, engine))
-    _announce(config, server.port)
-    while not stop_asked.wait(0.1) and not leader.failed:
-        pass
-    if leader.failed:
-        log.error("the run has failed: %s", leader.failure)
-        server.shutdown()
-        _exit_now(1)
+        signal.signal(signum, on_signal)
+    name = model_names(config)[0]
+    metrics = Metrics(name)
+    leader = start_leader(engine, config, metrics, on_failure=lambda failure: changed.set())
+    if not leader.wait_ready():
+        raise leader.failure or HostFailure("the first tick did not come back")
+    server = start_http(leader, engine, config, metrics)
+    _announce(config, server.port, name)
+    changed.wait()
+    if leader.failure is not None:
+        # the open requests have their error already; give the threads that write it a moment
+        time.sleep(FAILURE_GRACE_S)
+        raise leader.failure
     log.info("stopping: up to %.0f s for what runs", config.drain_timeout_s)
     leader.drain(config.drain_timeout_s)
     server.shutdown()
-    log.info("stopped")
+    if leader.failure is not None:
+        raise leader.failure
     return 0
 
 
-def start_leader(engine: Engine, config: ServeConfig) -> Any:
-    from k3serve.lockstep.leader import Leader
+def start_leader(
+    engine: Engine,
+    config: ServeConfig,
+    metrics: Any,
+    on_failure: Callable[[HostFailure], None],
+) -> Any:
+    """A lockstep.leader.Leader whose first tick is on its way."""
+    from k3serve.lockstep.leader import Leader, TickStats
+
+    engine.compilations.reset()
+
+    def on_tick(stats: TickStats) -> None:
+        metrics.ticks.inc()
+        late = engine.compilations.take()
+        if late:
+            metrics.compilations_after_ready.inc(late)
+            log.warning("%d programs were compiled after start-up", late)
 
     leader = Leader(
         engine,
         engine.shape,
         max_queue=config.max_queue,
         tick_timeout_s=config.tick_timeout_s,
+        start_timeout_s=config.connect_timeout_s,
         sync=config.sync,
+        on_failure=on_failure,
+        on_tick=on_tick,
     )
     leader.start()
     return leader
+
+
+def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -> Any:
+    """The HTTP server of a leader, already listening."""
+    from k3serve.api.server import serve as serve_http
+    from k3serve.api.settings import ApiSettings
+
+    settings = ApiSettings(
+        vocab_size=engine.config.vocab_size,
+        host=config.host,
+        port=config.port,
+        served_model_names=model_names(config),
+        model_root=str(config.checkpoint),
+        version=metadata.version("k3serve"),
+        api_keys=config.api_keys,
+        cors_origins=config.allowed_origins,
+        max_body_bytes=config.max_body_mib << 20,
+    )
+    tokenizer = load_tokenizer(config.checkpoint)
+    try:
+        return serve_http(leader, tokenizer, settings, metrics)
+    except OSError as error:
+        leader.stop()
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot listen there ({error}); "
+            "stop what uses the port, or choose another (0 picks a free one)"
+        ) from error
 
 
 def load_tokenizer(checkpoint: Path) -> Any:
@@ -209,27 +278,16 @@ def load_tokenizer(checkpoint: Path) -> Any:
     return Tokenizer.load(checkpoint)
 
 
-def api_settings(config: ServeConfig, engine: Engine) -> Any:
-    from k3serve.api.settings import ApiSettings
-
-    names = config.served_model_names or (_default_name(config.checkpoint),)
-    return ApiSettings(
-        host=config.host,
-        port=config.port,
-        served_model_names=names,
-        api_keys=config.api_keys,
-        max_body_bytes=config.max_body_mib << 20,
-    )
+def model_names(config: ServeConfig) -> tuple[str, ...]:
+    if config.served_model_names:
+        return config.served_model_names
+    return ("k3-nano" if config.checkpoint == NANO else config.checkpoint.resolve().name,)
 
 
-def _default_name(checkpoint: Path) -> str:
-    name = checkpoint.resolve().name
-    return "k3-nano" if name == "nano" else name
-
-
-def _announce(config: ServeConfig, port: int) -> None:
+def _announce(config: ServeConfig, port: int, name: str) -> None:
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    log.info("ready: http://%s:%d", host, port)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    log.info("%s is ready: %s", name, url)
 
 
 # ------------------------------------------------------------------------------------- score
@@ -247,6 +305,3 @@ def score(
 ) -> int:
     """The `score` command; see its --help."""
     raise ConfigError("score: not wired yet")
-
-
-__all__ = ["PARENT_FD", "build_engine", "follow", "lead", "score", "serve", "start_leader"]

@@ -16,7 +16,7 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data"
 TINY_CHAT = DATA / "k3_tiny_chat"
-READY = re.compile(r"ready: (http://\S+)")
+READY = re.compile(r"is ready: (http://\S+)")
 
 
 class Server:

@@ -1,7 +1,7 @@
 """The engine: weights, state and the one compiled tick program of a host.
 
 Rule: the program is compiled ahead of time and called as compiled, so nothing can compile while
-serving; `compilations` counts what JAX compiled in this process and must not grow after start-up.
+serving; `compilations` counts what JAX compiles in this process: nothing, after start-up.
 Implements lockstep.device.TickDevice.
 """
 
@@ -33,13 +33,22 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.count = 0
+        self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
-                self.count += 1
+                self._count += 1
+
+    def reset(self) -> None:
+        self.take()
+
+    def take(self) -> int:
+        """How many since the last call."""
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
 
 
 class Engine:
@@ -55,6 +64,7 @@ class Engine:
         *,
         dtype: Any,
     ) -> None:
+        self.config = config
         self.shape = shape
         self.compilations = CompileCounter()
         self._mesh = mesh
