@@ -26,8 +26,8 @@ class BareLoop:
         """depth: ticks in flight; 1 reads each before the next is planned."""
         self._device = device
         self._shape = shape
-        self._depth = depth
-        self._tick = 0
+        self.depth = depth
+        self.tick = 0
 
     def run(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Runs the requests to their ends, all queued at once, and yields their events."""
@@ -37,9 +37,9 @@ class BareLoop:
             scheduler.add(request)
         flights: deque[tuple[Plan, Any]] = deque()
         while flights or not scheduler.idle:
-            while len(flights) < self._depth and not scheduler.idle:
-                plan = scheduler.plan(self._tick)
-                self._tick += 1
+            while len(flights) < self.depth and not scheduler.idle:
+                plan = scheduler.plan(self.tick)
+                self.tick += 1
                 flights.append((plan, self._device.dispatch(pack(plan, self._shape))))
             plan, handle = flights.popleft()
             vector = self._device.read(handle)
