@@ -120,8 +120,8 @@ def _expert_format(name: str, target: TargetConfig, on_cpu: bool) -> str:
 
 
 def _use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX's own setting already says where."""
-    if jax.config.jax_compilation_cache_dir is None:
+    """Keeps compiled programs between runs, unless JAX's own variable already says where."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -36,7 +36,7 @@ class CompileCounter:
         self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1
@@ -84,7 +84,8 @@ class Engine:
             lambda _: PartitionSpec(),
             jax.eval_shape(partial(empty_table, self.shape, config.vocab_size)),
         )
-        return EngineState(model=state_specs(config), table=table, tick=PartitionSpec())
+        tick: Any = PartitionSpec()
+        return EngineState(model=state_specs(config), table=table, tick=tick)
 
     def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
         shape, replicated = self.shape, NamedSharding(self._mesh, PartitionSpec())

@@ -151,7 +151,7 @@ class _Tick:
             following = jnp.roll(tokens, -1).at[length - 1].set(of("page_next"))
             logits = head_logits(self.config, weights, hidden)
             chosen, ids, best = page_scores(logits, following, MAX_TOP_LOGPROBS)
-            return emitted.replace(  # type: ignore[attr-defined]
+            return emitted.replace(
                 score_logprobs=emitted.score_logprobs.at[i].set(chosen),
                 score_top_ids=emitted.score_top_ids.at[i].set(ids),
                 score_top_logprobs=emitted.score_top_logprobs.at[i].set(best),
