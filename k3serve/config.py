@@ -1,7 +1,8 @@
 """What a checkpoint's config.json says about the model, validated once.
 
-Rule: standard library only, and nothing is guessed. A value that this server cannot honour is a ConfigError which names
-the key, the value and what is supported; layer kinds come from the explicit lists.
+Rule: standard library only, and nothing is guessed. A value that this server cannot honour is a
+ConfigError which names the key, the value and what is supported; layer kinds come from the explicit
+lists.
 
 Try it: `TargetConfig.from_dir("tests/data/k3_tiny")`.
 """
@@ -21,17 +22,17 @@ Number = TypeVar("Number", int, float)
 # Keys of text_config (or of a flat config) that do not change what the model computes.
 HARMLESS_KEYS = frozenset(
     """
-    _attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map bad_words_ids
-    begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
-    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores prefix problem_type pruned_heads remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
-    head_dim rope_theta
+    _attn_implementation _name_or_path add_cross_attention architectures attn_implementation
+    auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder
+    label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type
+    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
+    use_cache head_dim rope_theta
     """.split()
 )  # head_dim and rope_theta: named by Kimi-Linear, used by none of its layers
 TOP_KEYS = frozenset(
@@ -153,7 +154,9 @@ class TargetConfig:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> TargetConfig:
-        """From the parsed config.json, nested (Kimi K3) or flat (Kimi-Linear). Raises ConfigError."""
+        """From the parsed config.json, nested (Kimi K3) or flat (Kimi-Linear). Raises
+        ConfigError.
+        """
         if not isinstance(raw, Mapping):
             raise ConfigError(f"config.json must hold an object, not {type(raw).__name__}")
         model_type = raw.get("model_type")
@@ -219,7 +222,9 @@ class _Section:
 
     def one_of(self, key: str, supported: tuple[Any, ...], *, default: Any) -> Any:
         value = self.get(key, default)
-        if not any(value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported):
+        if not any(
+            value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported
+        ):
             raise self._fail(key, value, ", ".join(repr(s) for s in supported))
         return value
 
@@ -244,7 +249,8 @@ def _target(text: _Section, family: str, vision: VisionConfig | None) -> TargetC
     linear = _Section(text.get("linear_attn_config"), f"{text.prefix}linear_attn_config.")
     kda_layers, mla_layers = _layer_lists(linear, layers)
     norm_eps = text.real("rms_norm_eps")
-    # transformers builds kimi_linear's kv_a_layernorm with its class default; K3's port uses rms_norm_eps
+    # transformers builds kimi_linear's kv_a_layernorm with its class default; K3's port uses
+    # rms_norm_eps
     mla_eps = norm_eps if family == "kimi_k3" else 1e-6
     activation = text.one_of("hidden_act", ("situ", "silu"), default=None)
     expert_width = text.whole("moe_intermediate_size")
@@ -342,7 +348,9 @@ def _layer_lists(linear: _Section, layers: int) -> tuple[tuple[int, ...], tuple[
 
 
 def _is_packed(text: _Section) -> bool:
-    """True for MXFP4 experts. Which tensors are packed is decided by their names, not by the ignore list."""
+    """True for MXFP4 experts. Which tensors are packed is decided by their names, not by the ignore
+    list.
+    """
     quant = text.get("quantization_config", None)
     if quant is None:
         return False
@@ -418,6 +426,6 @@ def check_ranks(config: TargetConfig, ranks: int) -> None:
     for key, size in sizes.items():
         if ranks < 1 or size % ranks:
             raise ConfigError(
-                f"{ranks} ranks do not divide {key}={size}; use a number of ranks that divides all of "
+                f"{ranks} ranks do not divide {key}={size}; use a number that divides all of "
                 + ", ".join(f"{k}={v}" for k, v in sizes.items())
             )

@@ -1,7 +1,8 @@
-"""A checkpoint folder in the Hugging Face layout: which tensor lies where, checked before any is read.
+"""A checkpoint folder in the Hugging Face layout: which tensor lies where, checked before any is
+read.
 
-Rule: opening reads headers only; `read` copies exactly the slice that is asked for. Every complaint is a CheckpointError
-that names the tensor, the file, what was expected and what was found.
+Rule: opening reads headers only; `read` copies exactly the slice that is asked for. Every complaint
+is a CheckpointError that names the tensor, the file, what was expected and what was found.
 
 Try it: `Checkpoint.open("tests/data/k3_tiny", config).read("language_model.model.norm.weight")`.
 """
@@ -35,7 +36,9 @@ class Checkpoint:
 
     @staticmethod
     def open(path: str | Path, config: TargetConfig) -> Checkpoint:
-        """Opens every file and checks each tensor's presence, shape and dtype. Raises CheckpointError."""
+        """Opens every file and checks each tensor's presence, shape and dtype. Raises
+        CheckpointError.
+        """
         folder = Path(path)
         table = {n: t for n, t in tensor_table(config).items() if not _is_vision(n)}
         files = _tensor_files(folder)
@@ -64,19 +67,24 @@ class Checkpoint:
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if not tensor.accepts(shape):
             raise CheckpointError(
-                f"{name}: shape {list(shape)} in {file}, expected {list(tensor.shape)} by config.json"
+                f"{name}: shape {list(shape)} in {file}, expected {list(tensor.shape)} "
+                "by config.json"
             )
         if not tensor.accepts_dtype(dtype):
             expected = "U8" if tensor.dtype == "U8" else "BF16 or F32"
             raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {expected}")
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """The tensor, or its slice by leading dimensions, as stored (bfloat16, float32 or uint8)."""
+        """The tensor, or its slice by leading dimensions, as stored (bfloat16, float32 or
+        uint8).
+        """
         try:
             stored = self._handles[self._files[name]].get_slice(name)
             return np.asarray(stored[index] if index else stored[:])
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name}: cannot be read from {self._files[name]}: {error}") from None
+            raise CheckpointError(
+                f"{name}: cannot be read from {self._files[name]}: {error}"
+            ) from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
@@ -123,7 +131,9 @@ def _open(file: Path) -> Any:
 
 
 def _diagnose(file: Path, complaint: str) -> str:
-    """Says in the user's terms why the library refuses a file: which tensor is cut off, or that the header is not one."""
+    """Says in the user's terms why the library refuses a file: which tensor is cut off, or that the
+    header is not one.
+    """
     size = file.stat().st_size
     with file.open("rb") as handle:
         head = handle.read(8)

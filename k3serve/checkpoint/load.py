@@ -1,7 +1,8 @@
 """From checkpoint files to the weights on the devices, slice by slice.
 
-Rule: a host reads only the slices of its own ranks, and one array at a time: it never holds more than its share plus one
-tensor. What a weight is comes from model/weights.py; this file says from which tensors it is put together.
+Rule: a host reads only the slices of its own ranks, and one array at a time: it never holds more
+than its share plus one tensor. What a weight is comes from model/weights.py; this file says from
+which tensors it is put together.
 
 Try it: `load("tests/data/k3_tiny", TargetConfig.from_dir("tests/data/k3_tiny"), mesh, np.float32)`.
 """
@@ -66,15 +67,15 @@ def _share(leaf: Leaf, mesh: Mesh) -> int:
 
 
 def _fill(leaf: Leaf, read: sources.Reader, mesh: Mesh) -> jax.Array:
-    seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicated: read once for all ranks
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = tuple(
-            s.indices(size)[:2] for s, size in zip(index or (), leaf.shape, strict=True)
-        )
-        if bounds not in seen:
+    """One array, one rank's slice after the other; what all ranks hold is read once."""
+    sharding = NamedSharding(mesh, leaf.spec)
+    shards = []
+    held, part = None, np.empty(0)
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = [s.indices(size)[:2] for s, size in zip(index or (), leaf.shape, strict=True)]
+        if bounds != held:
             part = read(tuple(slice(*b) for b in bounds))
-            seen[bounds] = np.ascontiguousarray(part, dtype=leaf.dtype)
-        return seen[bounds]
-
-    return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, leaf.spec), shard)
+            part = np.ascontiguousarray(part, dtype=leaf.dtype)
+            held = bounds
+        shards.append(jax.device_put(part, device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)

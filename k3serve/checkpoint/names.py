@@ -1,6 +1,7 @@
 """Every tensor that a config's checkpoint holds: name, shape, dtype.
 
-Rule: generated from the config alone, text and vision, so that missing and extra tensors are found before any is read.
+Rule: generated from the config alone, text and vision, so that missing and extra tensors are found
+before any is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which checkpoint tensors make a weight, and how a slice of it is put together.
 
-Rule: one small reader per kind of weight; it gets the slice of the finished weight and reads no more of the file than that.
-Files hold matrices [out, in], weights are [in, out].
+Rule: one small reader per kind of weight; it gets the slice of the finished weight and reads no
+more of the file than that. Files hold matrices [out, in], weights are [in, out].
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Path = tuple[str | int, ...]
 
 
 def readers(checkpoint: Checkpoint, config: TargetConfig) -> Callable[[Path], Reader]:
-    """The reader of each weight, by its path in the Weights tree, e.g. ("layers", 3, "attn", "qkv")."""
+    """The reader of each weight, by its path in the Weights tree, e.g. ("layers", 3, "attn",
+    "qkv").
+    """
     return _Readers(checkpoint, config).find
 
 
@@ -156,8 +158,8 @@ class _Readers:
             heads = self.config.kda_heads
             if stored[heads:].any():
                 raise CheckpointError(
-                    f"{name}: {stored.size} numbers in {self.file.file_of(name)} for {heads} heads; "
-                    "expected zeros after the heads, found others"
+                    f"{name}: {stored.size} numbers in {self.file.file_of(name)}, expected zeros "
+                    f"after the first {heads} (the heads), found others"
                 )
             return stored[index[0]]
 
@@ -179,7 +181,9 @@ class _Readers:
         return lambda index: rows((index[1], index[0])).T
 
     def kv_up(self, name: str, value: bool) -> Reader:
-        """k_up [heads, nope, latent] or v_up [heads, latent, v]: each head's rows hold its key part, then its value."""
+        """k_up [heads, nope, latent] or v_up [heads, latent, v]: each head's rows hold its key
+        part, then its value.
+        """
 
         def read(index: Index) -> np.ndarray:
             c = self.config

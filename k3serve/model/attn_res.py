@@ -1,4 +1,5 @@
-"""Attention residuals: a sub-layer's input is a softmax mix of the finished block sums and the running sum.
+"""Attention residuals: a sub-layer's input is a softmax mix of the finished block sums and the
+running sum.
 
 Rule: raw values are mixed, normalised ones only make the scores; all in float32.
 """

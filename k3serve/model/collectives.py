@@ -1,4 +1,5 @@
-"""Sums and gathers over the mesh axis "rank": the only places where ranks exchange data inside the model.
+"""Sums and gathers over the mesh axis "rank": the only places where ranks exchange data inside the
+model.
 
 Rule: a result may depend on the number of ranks, never on where a row stands in the batch.
 """
@@ -15,8 +16,8 @@ RANK = "rank"  # the one mesh axis
 def rank_sum(x: Array) -> Array:
     """Sum over ranks, added in rank order.
 
-    Not psum: a ring all-reduce adds in an order that depends on the element's place in the buffer, so a request's
-    bits would depend on its slot.
+    Not psum: a ring all-reduce adds in an order that depends on the element's place in the buffer,
+    so a request's bits would depend on its slot.
     """
     if jax.lax.axis_size(RANK) == 1:
         return x

@@ -1,4 +1,5 @@
-"""KDA, the gated delta rule with a decay per key channel: rows one by one, or a page chunk-parallel.
+"""KDA, the gated delta rule with a decay per key channel: rows one by one, or a page
+chunk-parallel.
 
 Rule: both forms compute the same recurrence per head, in float32, from the same inputs:
 
@@ -46,7 +47,9 @@ def log_decay(config: TargetConfig, z: Array, a_log: Array, dt_bias: Array) -> A
 
 
 def convolve(window: Array, taps: Array) -> Array:
-    """Depthwise causal convolution and SiLU. window [..., rows+3, 3, W], taps [4, 3, W] -> [..., rows, 3, W] f32."""
+    """Depthwise causal convolution and SiLU. window [..., rows+3, 3, W], taps [4, 3, W] -> [...,
+    rows, 3, W] f32.
+    """
     rows = window.shape[-3] - taps.shape[0] + 1
     total = jnp.zeros((*window.shape[:-3], rows, *window.shape[-2:]), F32)
     for j in range(taps.shape[0]):
@@ -57,7 +60,8 @@ def convolve(window: Array, taps: Array) -> Array:
 def prepare(config: TargetConfig, w: KdaWeights, x: Array, conv: Array, live: Array) -> KdaInputs:
     """Everything before the recurrence, for rows of any number.
 
-    x [N, d]; conv [N, 3, W] f32: q, k, v after convolution and SiLU; live [N] bool: False makes the row a no-op.
+    x [N, d]; conv [N, 3, W] f32: q, k, v after convolution and SiLU; live [N] bool: False makes the
+    row a no-op.
     """
     k = config.kda_head_dim
     heads = w.a_log.shape[0]
@@ -90,7 +94,8 @@ def project(w: KdaWeights, x: Array) -> Array:
     return dot(x, w.qkv)
 
 
-# ------------------------------------------------------------------------------------------------ rows
+# ------------------------------------------------------------------------------------------------
+# rows
 
 
 def recur(s: Array, row: KdaInputs) -> tuple[Array, Array]:
@@ -109,7 +114,8 @@ def kda_rows(
     positions: Array,
     counts: Array,
 ) -> tuple[Array, KdaState]:
-    """R rows of every slot. x [S, R, d], positions [S] of the first row, counts [S] rows that are real.
+    """R rows of every slot. x [S, R, d], positions [S] of the first row, counts [S] rows that are
+    real.
 
     A slot at position 0 starts from zeros; a slot with count 0 keeps its state bit for bit.
     """
@@ -140,15 +146,17 @@ def kda_rows(
     return y.reshape(x.shape), new_state
 
 
-# ------------------------------------------------------------------------------------------------ a page
+# ------------------------------------------------------------------------------------------------ a
+# page
 
 
 def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
-    """C rows at once. s [heads, K, V], rows with leading axis C (a multiple of 16) -> (s, o [C, heads, V]).
+    """C rows at once. s [heads, K, V], rows with leading axis C (a multiple of 16) -> (s, o [C,
+    heads, V]).
 
-    With G the running sum of g, A_ij = x_i . (k_j e^(G_i-G_j)) and L = beta A_kk below the diagonal:
-    (I + L) V' = beta (V - K e^G S);  O = Q e^G S + A_qk V';  S <- e^(G_last) S + (K e^(G_last-G))^T V'.
-    Every exponent is <= 0, whatever the gates.
+    With G the running sum of g, A_ij = x_i . (k_j e^(G_i-G_j)) and L = beta A_kk below the
+    diagonal: (I + L) V' = beta (V - K e^G S);  O = Q e^G S + A_qk V';  S <- e^(G_last) S + (K
+    e^(G_last-G))^T V'. Every exponent is <= 0, whatever the gates.
     """
     q, k, v, g = (jnp.swapaxes(a, 0, 1) for a in (rows.q, rows.k, rows.v, rows.g))  # [H, C, K]
     beta = rows.beta.T[..., None]  # [H, C, 1]
@@ -172,10 +180,11 @@ def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
 
 
 def pair_products(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
-    """A_qk and A_kk [H, C, C]: sum over channels of x_i k_j e^(G_i - G_j); right for j <= i, any number above.
+    """A_qk and A_kk [H, C, C]: sum over channels of x_i k_j e^(G_i - G_j); right for j <= i, any
+    number above.
 
-    Between sub-blocks, G at the first row of i's sub-block splits the exponent in two parts that are <= 0.
-    Inside one, the differences are formed pair by pair.
+    Between sub-blocks, G at the first row of i's sub-block splits the exponent in two parts that
+    are <= 0. Inside one, the differences are formed pair by pair.
     """
     heads, size, width = k.shape
     blocks = size // SUB
@@ -208,7 +217,9 @@ def kda_page(
     start: Array,
     length: Array,
 ) -> tuple[Array, KdaState]:
-    """One page of one slot. x [C, d]; rows from length on are padding. start 0 begins from zeros."""
+    """One page of one slot. x [C, d]; rows from length on are padding. start 0 begins from
+    zeros.
+    """
     size = x.shape[0]
     fresh = start == 0
     history = jnp.where(fresh, 0, state.conv[slot])

@@ -1,10 +1,12 @@
-"""MLA without positions: every head attends over one shared latent row per token, kept in cache pages.
+"""MLA without positions: every head attends over one shared latent row per token, kept in cache
+pages.
 
-Rule: attention is an online softmax over pages in order of position, in float32; a page with nothing visible changes
-no bit. So a row's result depends on its own slot's history, not on how far the loop runs for others.
+Rule: attention is an online softmax over pages in order of position, in float32; a page with
+nothing visible changes no bit. So a row's result depends on its own slot's history, not on how far
+the loop runs for others.
 
-Rows absorb the up-projections into query and output (the cache is read once); a page decompresses keys and values
-page by page, which costs less from about 170 queries on.
+Rows absorb the up-projections into query and output (the cache is read once); a page decompresses
+keys and values page by page, which costs less from about 170 queries on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from k3serve.model.weights import MlaWeights
 
 
 def queries(config: TargetConfig, w: MlaWeights, x: Array) -> tuple[Array, Array]:
-    """x [N, d] -> the compressed-key part [N, heads, nope] and the shared-key part [N, heads, rope]."""
+    """x [N, d] -> the compressed-key part [N, heads, nope] and the shared-key part [N, heads,
+    rope].
+    """
     if w.q is not None:
         q = dot(x, w.q)
     else:
@@ -59,13 +63,13 @@ def over_pages(
     width: int,
     visit: Callable[[Array], tuple[Array, Array, Callable[[Array], Array]]],
 ) -> Array:
-    """Online softmax over pages 0 .. pages-1. visit(i) gives scores [*shape, C], visible (broadcasts to scores), and
-    a function from probabilities to the weighted sum of values [*shape, width]. Rows that see nothing give 0."""
+    """Online softmax over pages 0 .. pages-1. visit(i) gives scores [*shape, C], visible
+    (broadcasts to scores), and a function from probabilities to the weighted sum of values [*shape,
+    width]. Rows that see nothing give 0.
+    """
     lowest = jnp.full(shape, -jnp.inf, F32)
 
-    def step(
-        i: Array, carry: tuple[Array, Array, Array]
-    ) -> tuple[Array, Array, Array]:
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, norm, total = carry
         scores, visible, weigh = visit(i)
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -143,7 +147,9 @@ def mla_page(
     length: Array,
     page_table_row: Array,
 ) -> tuple[Array, MlaState]:
-    """One page of one slot over its cached pages and itself. x [C, d], page_table_row [MP] -> [C, d]."""
+    """One page of one slot over its cached pages and itself. x [C, d], page_table_row [MP] -> [C,
+    d].
+    """
     size = x.shape[0]
     latent = config.kv_lora_rank
     live = (jnp.arange(size) < length)[:, None]

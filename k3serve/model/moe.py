@@ -1,8 +1,8 @@
 """Mixture of experts: a sigmoid router, and only the chosen experts' products.
 
-Rule: shapes never depend on the routing. (token, choice) pairs are laid out expert by expert in blocks of B rows; a
-loop visits the blocks in use. A row's bits depend on that row alone: a block's other rows do not enter its products, and
-its k results are added in the router's order.
+Rule: shapes never depend on the routing. (token, choice) pairs are laid out expert by expert in
+blocks of B rows; a loop visits the blocks in use. A row's bits depend on that row alone: a block's
+other rows do not enter its products, and its k results are added in the router's order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def mlp_partial(config: TargetConfig, w: MlpWeights, x: Array) -> Array:
 
 
 def route(config: TargetConfig, w: MoeWeights, x: Array) -> tuple[Array, Array]:
-    """x [N, d] -> the chosen experts [N, k], best first, and their weights [N, k] f32. Ties go to the lower id."""
+    """x [N, d] -> the chosen experts [N, k], best first, and their weights [N, k] f32. Ties go to
+    the lower id.
+    """
     logits = jnp.dot(x.astype(F32), w.router, precision=HIGHEST)
     scores = jax.nn.sigmoid(logits)
     _, chosen = lax.top_k(scores + w.router_bias, config.experts_per_token)
@@ -35,7 +37,9 @@ def route(config: TargetConfig, w: MoeWeights, x: Array) -> tuple[Array, Array]:
 
 
 def moe(config: TargetConfig, w: MoeWeights, x: Array, live: Array) -> Array:
-    """x [N, d], live [N] bool (False: the row costs no expert work and its result means nothing) -> [N, d]."""
+    """x [N, d], live [N] bool (False: the row costs no expert work and its result means nothing) ->
+    [N, d].
+    """
     chosen, weights = route(config, w, x)
     inner = x if w.latent_down is None else dot(x, w.latent_down)
     per_choice = run_experts(config, w.experts, inner, chosen, live)
@@ -61,7 +65,9 @@ def block_rows(tokens: int, choices: int, experts: int) -> int:
 def run_experts(
     config: TargetConfig, w: ExpertWeights, x: Array, chosen: Array, live: Array
 ) -> Array:
-    """Each chosen expert's output. x [N, in], chosen [N, k] -> [N, k, in]; zeros for experts of other ranks."""
+    """Each chosen expert's output. x [N, in], chosen [N, k] -> [N, k, in]; zeros for experts of
+    other ranks.
+    """
     tokens, choices = chosen.shape
     stored = w.gate_up if w.gate_up is not None else w.gate_up_codes
     experts = stored.shape[0]
@@ -79,7 +85,9 @@ def run_experts(
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])[local]
     place = jnp.where(local < experts, starts * size + in_group, blocks * size)
     expert_of = jnp.sum(ends[None, :] <= jnp.arange(blocks)[:, None], axis=1)
-    source = jnp.full(blocks * size, tokens).at[place].set(jnp.arange(pairs) // choices, mode="drop")
+    source = (
+        jnp.full(blocks * size, tokens).at[place].set(jnp.arange(pairs) // choices, mode="drop")
+    )
     rows = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])[source]
     rows = rows.reshape(blocks, size, -1)
 
@@ -93,7 +101,9 @@ def run_experts(
 
 
 def one_expert(config: TargetConfig, w: ExpertWeights, x: Array, expert: Array) -> Array:
-    """x [B, in] through one expert's gated MLP; packed weights are unpacked here, one expert at a time."""
+    """x [B, in] through one expert's gated MLP; packed weights are unpacked here, one expert at a
+    time.
+    """
     if w.gate_up is not None:
         return dot(gated(config, dot(x, w.gate_up[expert])), w.down[expert])
     gate_up = dequantise(w.gate_up_codes[expert], w.gate_up_scales[expert], x.dtype)

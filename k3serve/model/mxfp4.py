@@ -1,6 +1,7 @@
 """MXFP4 on the device: two 4-bit codes in a byte, one power-of-two scale for 32 input columns.
 
-Rule: every value is exact in bfloat16. checkpoint/mxfp4.py holds the numpy twin and the tests of both.
+Rule: every value is exact in bfloat16. checkpoint/mxfp4.py holds the numpy twin and the tests of
+both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 def dequantise(codes: Array, scales: Array, dtype: jnp.dtype) -> Array:
-    """codes [..., n/2] u8 (low nibble first), scales [..., n/32] u8 (2^(s-127)) -> [..., n] dtype."""
+    """codes [..., n/2] u8 (low nibble first), scales [..., n/32] u8 (2^(s-127)) -> [..., n]
+    dtype.
+    """
     table = jnp.array(VALUES, jnp.float32)
     nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32)
     values = table[nibbles].reshape(*scales.shape, GROUP)

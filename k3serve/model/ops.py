@@ -1,6 +1,7 @@
 """Matrix products, norms and activations with the model's rounding rules.
 
-Rule: whatever is not a matrix product happens in float32; each result is rounded once, to the compute dtype.
+Rule: whatever is not a matrix product happens in float32; each result is rounded once, to the
+compute dtype.
 """
 
 from __future__ import annotations

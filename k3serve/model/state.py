@@ -1,7 +1,9 @@
-"""What a running sequence leaves on the device: KDA states and convolution histories by slot, MLA rows by page.
+"""What a running sequence leaves on the device: KDA states and convolution histories by slot, MLA
+rows by page.
 
-Rule: arrays are indexed by slot or by cache page and nothing else, so that the runtime can copy, snapshot and donate
-them without knowing the model. Latent rows are padded to 128 lanes: XLA copies a donated array with other rows.
+Rule: arrays are indexed by slot or by cache page and nothing else, so that the runtime can copy,
+snapshot and donate them without knowing the model. Latent rows are padded to 128 lanes: XLA copies
+a donated array with other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class KdaState:
 
 @struct.dataclass
 class MlaState:
-    pages: Any  # [pages, page tokens, lanes]: normed latent, shared key, zeros; the same on every rank
+    pages: (
+        Any  # [pages, page tokens, lanes]: normed latent, shared key, zeros; the same on every rank
+    )
 
 
 @struct.dataclass
@@ -39,9 +43,7 @@ def state_specs(config: TargetConfig) -> State:
     """How each array is split: in_specs and out_specs of a shard_map."""
     kda = KdaState(s=P(None, RANK, None, None), conv=P(None, None, None, RANK))
     mla = MlaState(pages=P())
-    return State(
-        layers=tuple(kda if config.is_kda(i) else mla for i in range(config.num_layers))
-    )
+    return State(layers=tuple(kda if config.is_kda(i) else mla for i in range(config.num_layers)))
 
 
 def init_state(

@@ -1,7 +1,7 @@
 """The target model's two programs: rows of all slots (decode), and one page of one slot (prefill).
 
-Rule: pure functions to be called inside shard_map over the axis "rank". Every shape is fixed by the arguments' shapes,
-so a slot's results do not depend on what else runs.
+Rule: pure functions to be called inside shard_map over the axis "rank". Every shape is fixed by the
+arguments' shapes, so a slot's results do not depend on what else runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from k3serve.model.state import State
 from k3serve.model.weights import LayerWeights, MlpWeights, Weights
 
 Taps = dict[tuple[str, int], Array]
-"""Intermediate values by (name, layer), filled while the program is traced: "entering" (the residual stream or AttnRes
-running sum as it enters the layer), "attn_mix", "attn_out", "mlp_mix", "mlp_out" [N, d], "router" [N, k],
-"block" [N, d], and ("final", layers) before the last norm. Return what you need from the traced function."""
+"""Intermediate values by (name, layer), filled while the program is traced: "entering" (the
+residual stream or AttnRes running sum as it enters the layer), "attn_mix", "attn_out", "mlp_mix",
+"mlp_out" [N, d], "router" [N, k], "block" [N, d], and ("final", layers) before the last norm.
+Return what you need from the traced function.
+"""
 
 Mixer = Callable[[int, LayerWeights, Array, Any], tuple[Array, Any]]
 
@@ -40,7 +42,9 @@ def embed(config: TargetConfig, weights: Weights, tokens: Array) -> Array:
 
 
 def local_head_logits(weights: Weights, hidden: Array) -> Array:
-    """This rank's columns of the logits. hidden [N, d] -> [N, padded vocab / ranks] f32; padding columns are 0."""
+    """This rank's columns of the logits. hidden [N, d] -> [N, padded vocab / ranks] f32; padding
+    columns are 0.
+    """
     return dot_f32(hidden, weights.head)
 
 
@@ -62,9 +66,10 @@ def decode_rows(
 ) -> tuple[Array, State]:
     """R rows of every slot, in recurrent form.
 
-    tokens [S, R] i32; positions [S] i32, of the first row; active [S] bool, or i32 numbers of real rows;
-    page_table [S, MP] i32. Returns hidden [S, R, d], ready for head_logits, and the state after the real rows.
-    A slot that is not active keeps its state bit for bit; one at position 0 starts from zeros.
+    tokens [S, R] i32; positions [S] i32, of the first row; active [S] bool, or i32 numbers of real
+    rows; page_table [S, MP] i32. Returns hidden [S, R, d], ready for head_logits, and the state
+    after the real rows. A slot that is not active keeps its state bit for bit; one at position 0
+    starts from zeros.
     """
     slots, rows = tokens.shape
     counts = jnp.where(active, rows, 0) if active.dtype == bool else active
@@ -72,13 +77,12 @@ def decode_rows(
 
     def mixer(index: int, layer: LayerWeights, x: Array, layer_state: Any) -> tuple[Array, Any]:
         x = x.reshape(slots, rows, -1)
+        out: tuple[Array, Any]
         if config.is_kda(index):
-            y, new = kda_rows(config, layer.attn, x, layer_state, positions, counts)
+            out = kda_rows(config, layer.attn, x, layer_state, positions, counts)
         else:
-            y, new = mla_rows(
-                config, layer.attn, x, layer_state, positions, counts, page_table
-            )
-        return y.reshape(slots * rows, -1), new
+            out = mla_rows(config, layer.attn, x, layer_state, positions, counts, page_table)
+        return out[0].reshape(slots * rows, -1), out[1]
 
     hidden, new_state = run_layers(config, weights, state, tokens.reshape(-1), live, mixer, taps)
     return hidden.reshape(slots, rows, -1), new_state
@@ -98,9 +102,10 @@ def prefill_page(
 ) -> tuple[Array, State]:
     """One page of one slot's prompt, chunk-parallel.
 
-    slot i32; tokens [C] i32 with C = the cache's page size, a multiple of 16; start i32, a multiple of C; length i32 in
-    1..C: rows from it on are padding; page_table_row [MP] i32. Returns hidden [C, d], ready for head_logits, and the
-    state. start 0 begins from zeros; otherwise the slot's previous page must have been computed before.
+    slot i32; tokens [C] i32 with C = the cache's page size, a multiple of 16; start i32, a multiple
+    of C; length i32 in 1..C: rows from it on are padding; page_table_row [MP] i32. Returns hidden
+    [C, d], ready for head_logits, and the state. start 0 begins from zeros; otherwise the slot's
+    previous page must have been computed before.
     """
 
     def mixer(index: int, layer: LayerWeights, x: Array, layer_state: Any) -> tuple[Array, Any]:
@@ -121,9 +126,11 @@ def run_layers(
     mixer: Mixer,
     taps: Taps | None,
 ) -> tuple[Array, State]:
-    """Embedding, all layers, output mix and final norm. tokens [N], live [N] -> hidden [N, d] and the new state.
+    """Embedding, all layers, output mix and final norm. tokens [N], live [N] -> hidden [N, d] and
+    the new state.
 
-    The barriers keep XLA from fusing across the program's border, so that its bits are the same in any larger program.
+    The barriers keep XLA from fusing across the program's border, so that its bits are the same in
+    any larger program.
     """
     tap = (lambda *_: None) if taps is None else (lambda k, i, v: taps.__setitem__((k, i), v))
     state, tokens = lax.optimization_barrier((state, tokens))
@@ -137,7 +144,9 @@ def run_layers(
         if starts_block:
             tap("block", i, running)
             blocks.append(running)
-        out, new = mixer(i, layer, rms_norm(mixed, layer.attn_norm, config.norm_eps), state.layers[i])
+        out, new = mixer(
+            i, layer, rms_norm(mixed, layer.attn_norm, config.norm_eps), state.layers[i]
+        )
         new_layers.append(new)
         tap("attn_mix", i, mixed)
         tap("attn_out", i, out)
@@ -157,9 +166,7 @@ def run_layers(
     return lax.optimization_barrier((hidden, State(layers=tuple(new_layers))))
 
 
-def _mixed(
-    config: TargetConfig, blocks: list[Array], running: Array, score: Array | None
-) -> Array:
+def _mixed(config: TargetConfig, blocks: list[Array], running: Array, score: Array | None) -> Array:
     if score is None or not blocks:
         return running
     return attn_res.mix(blocks, running, score, config.norm_eps)

@@ -1,8 +1,9 @@
 """The model's weights: what each array is, and how it is split over ranks, declared once.
 
-Rule: `layout` is the only place that knows a weight's shape, dtype and sharding; the loader fills exactly this tree.
-Matrices are stored [in, out], so that rows multiply from the left. What is split over ranks is split by heads,
-experts, MLP columns or vocabulary rows; low-rank and latent parts are on every rank.
+Rule: `layout` is the only place that knows a weight's shape, dtype and sharding; the loader fills
+exactly this tree. Matrices are stored [in, out], so that rows multiply from the left. What is split
+over ranks is split by heads, experts, MLP columns or vocabulary rows; low-rank and latent parts are
+on every rank.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def padded_vocab(config: TargetConfig, ranks: int) -> int:
 
 
 def layout(config: TargetConfig, ranks: int, dtype: Any, expert_format: str) -> Weights:
-    """The tree of Leafs. expert_format: "dense" (compute dtype) or "packed" (MXFP4 as stored). Raises ConfigError."""
+    """The tree of Leafs. expert_format: "dense" (compute dtype) or "packed" (MXFP4 as stored).
+    Raises ConfigError.
+    """
     check_ranks(config, ranks)
     if expert_format not in ("dense", "packed"):
         raise ConfigError(f"expert_format={expert_format!r} is not supported; use dense or packed")
