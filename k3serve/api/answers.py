@@ -26,7 +26,9 @@ class Choice(Protocol):
 
     finish_reason: str | None
     completion_tokens: int
-    reasoning_tokens: int
+
+    @property
+    def reasoning_tokens(self) -> int: ...
 
     def feed(self, event: TokenEvent) -> list[dict[str, Any]]:
         """Takes an event in; gives the `choices[0]` of the stream chunks that it makes."""

@@ -33,9 +33,7 @@ def completions(context: Context, exchange: Exchange) -> Reply | None:
     if stops:
         context.need_tokenizer("stop")
     budgets = [
-        budget(
-            context, len(p), body.max_tokens, default=DEFAULT_MAX_TOKENS, param="max_tokens"
-        )
+        budget(context, len(p), body.max_tokens, default=DEFAULT_MAX_TOKENS, param="max_tokens")
         for p in prompts
     ]
     requests = requests_of(context, body, prompts, budgets, body.top_count)
@@ -60,7 +58,7 @@ def completions(context: Context, exchange: Exchange) -> Reply | None:
 class TextChoice:
     """One sequence of /v1/completions (answers.Choice)."""
 
-    reasoning_tokens = 0
+    reasoning_tokens = 0  # raw text has no channels
 
     def __init__(
         self,
@@ -89,6 +87,7 @@ class TextChoice:
         self._logprobs = CompletionLogprobs(pieces, Detokenizer(pieces, self._skip))
         self._chunks: list[dict[str, Any]] = []
         self._begun = False
+        self._prompt_text = ""
 
     def opening(self) -> list[dict[str, Any]]:
         return []
@@ -134,7 +133,8 @@ class TextChoice:
         """(new text, how many of the event's tokens count); sets the finish reason."""
         if not self._begun and self._echo:  # a character may span the border
             self._prompt_text = self._decoder.feed(self._prompt, skip_special=False)
-        spoken = len(event.tokens) - (event.finish is Finish.STOP and not self._keeps(event))
+        ended = event.finish is Finish.STOP and not self._include_stop
+        spoken = len(event.tokens) - ended  # a stop token is no text
         if self._matcher is None:
             text, used = self._decoder.feed(event.tokens[:spoken]), len(event.tokens)
         else:
@@ -142,10 +142,6 @@ class TextChoice:
         if self.finish_reason is None and event.finish is not Finish.NONE:
             text += self._flush(event)
         return text, used
-
-    def _keeps(self, event: TokenEvent) -> bool:
-        """Whether the stop token's own text belongs to the answer."""
-        return self._include_stop
 
     def _match(self, event: TokenEvent, spoken: int) -> tuple[str, int]:
         assert self._matcher is not None

@@ -34,9 +34,7 @@ class Group:
     stays submitted then) and when the server fails; ClientGone when nobody waits any more.
     """
 
-    def __init__(
-        self, context: Context, requests: list[Request], gone: Callable[[], bool]
-    ) -> None:
+    def __init__(self, context: Context, requests: list[Request], gone: Callable[[], bool]) -> None:
         self._context = context
         self._gone = gone
         self._started_s = time.monotonic()

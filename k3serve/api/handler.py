@@ -56,7 +56,7 @@ def busy_answer(limit: int) -> bytes:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """See the module. Attribute names avoid those of BaseHTTPRequestHandler (responses, headers)."""
+    """See the module. Attribute names stay clear of the base class: headers, responses, ..."""
 
     server: ApiServer
     protocol_version = "HTTP/1.1"
@@ -69,7 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         super().setup()
         self.settings = self.server.context.settings
         self._timed = TimedSocket(self.connection)
-        self.rfile = io.BufferedReader(self._timed, 65536)
+        self._reader = io.BufferedReader(self._timed, 65536)
+        self.rfile = self._reader
 
     # ------------------------------------------------------------------ reading one request
 
@@ -82,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0"
         try:
             self._timed.deadline = time.monotonic() + self.settings.idle_timeout_s
-            if not self.rfile.peek(1):
+            if not self._reader.peek(1):
                 return
             self._timed.deadline = time.monotonic() + self.settings.request_timeout_s
         except OSError:  # idle for too long, or reset
@@ -103,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if not self._read_head():
                 return "bad request"
-            route, endpoint, path_arg = self._checked_route()
+            endpoint, path_arg = self._checked_route()
             exchange = Exchange(
                 body=self._read_body() if self.command == "POST" else self._no_body(),
                 gone=lambda: client_gone(self.connection),
@@ -146,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         if _REQUEST_ID.fullmatch(given):
             self.request_id = given
         try:
-            self.framing = Framing(self.headers, self.rfile, self.settings.max_body_bytes)
+            self.framing = Framing(self.headers, self._reader, self.settings.max_body_bytes)
         except RequestError:
             self.close_connection = True
             raise
@@ -156,18 +157,18 @@ class Handler(BaseHTTPRequestHandler):
         """Too early: the 100 goes out when the body is wanted."""
         return True
 
-    def _checked_route(self) -> tuple[routes.Route, routes.Endpoint, str]:
+    def _checked_route(self) -> tuple[routes.Endpoint, str]:
         found = routes.find(self.path)
         if found is None:
             raise RequestError(
-                f"no such path: {ascii(self.path.split('?')[0][:200])}; this server answers "
+                f"no such path: {self.path.split('?')[0][:200]!a}; this server answers "
                 + " ".join(routes.ROUTES),
                 status=404,
                 code="not_found",
             )
         route, path_arg = found
         if self.command == "OPTIONS" and self._cors_origin():
-            return route, self._preflight, path_arg
+            return self._preflight, path_arg
         method = "GET" if self.command == "HEAD" else self.command
         endpoint = route.methods.get(method)
         if endpoint is None:
@@ -178,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         if not route.public:
             self._check_key()
-        return route, endpoint, path_arg
+        return endpoint, path_arg
 
     def _check_key(self) -> None:
         keys = self.settings.api_keys
@@ -216,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
         encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise RequestError(
-                f"Content-Encoding {ascii(encoding[:40])} is not supported; send plain JSON",
+                f"Content-Encoding {encoding[:40]!a} is not supported; send plain JSON",
                 status=415,
                 code="unsupported_media_type",
             )
@@ -228,7 +229,7 @@ class Handler(BaseHTTPRequestHandler):
             "us-ascii",
         ):
             raise RequestError(
-                f"Content-Type {ascii(given[:80])} is not supported; send application/json",
+                f"Content-Type {given[:80]!a} is not supported; send application/json",
                 status=415,
                 code="unsupported_media_type",
             )
@@ -344,9 +345,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answered = 200
         return _Stream(self, head, chunked)
 
-    def send_error(
-        self, code: int, message: str | None = None, explain: str | None = None
-    ) -> None:
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class reports syntax errors of a request through this."""
         self.close_connection = True
         text = message or HTTPStatus(code).phrase

@@ -16,7 +16,9 @@ from k3serve.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request, Sampling
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
-GREEDY_BELOW = 1e-5  # dividing logits by less than this only overflows: the answer is the greedy one
+GREEDY_BELOW = (
+    1e-5  # dividing logits by less than this only overflows: the answer is the greedy one
+)
 _BIAS_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -39,9 +41,7 @@ def prompts_of(context: Context, value: Any) -> list[tuple[int, ...]]:
     if kinds == {list}:
         return [check_ids(context, ids, f"prompt[{i}]") for i, ids in enumerate(value)]
     if str in kinds or list in kinds:
-        raise RequestError(
-            "prompt must not mix strings, token ids and arrays", param="prompt"
-        )
+        raise RequestError("prompt must not mix strings, token ids and arrays", param="prompt")
     return [check_ids(context, value, "prompt")]
 
 

@@ -6,7 +6,7 @@ a client can compare with ==. JSON has no -inf: what is not above -9999 is writt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from k3serve.api.tokens import Detokenizer, Pieces
@@ -35,8 +35,7 @@ def scored_tokens(event: TokenEvent, count: int) -> list[Scored]:
             event.tokens[i],
             finite(event.logprobs[i]),
             tuple(
-                (t, finite(v))
-                for t, v in zip(event.top_ids[i], event.top_logprobs[i], strict=True)
+                (t, finite(v)) for t, v in zip(event.top_ids[i], event.top_logprobs[i], strict=True)
             )
             if event.top_ids
             else (),
@@ -67,7 +66,6 @@ class CompletionLogprobs:
     pieces: Pieces
     decoder: Detokenizer
     offset: int = 0
-    top_only_chosen: bool = field(default=False)
 
     def arrays(self, entries: list[Scored], skip_special: bool) -> dict[str, list[Any]]:
         """The entries' arrays, their offsets continuing where the last call ended."""
@@ -98,7 +96,7 @@ class CompletionLogprobs:
 
 
 def chat_entries(pieces: Pieces, entries: list[Scored]) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat answer: every generated token, markers and end token included."""
+    """`logprobs.content` of a chat answer: every generated token, markers and end included."""
     return [
         {
             **_chat_token(pieces, entry.token, entry.logprob),

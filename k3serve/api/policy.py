@@ -89,7 +89,7 @@ def _check_typo(name: str, known: frozenset[str]) -> None:
     close = difflib.get_close_matches(name.lower().replace("-", "_"), names, 1, 0.85)
     if close:
         raise RequestError(
-            f"unknown field {ascii(name)}; did you mean {close[0]!r}?",
+            f"unknown field {name!a}; did you mean {close[0]!r}?",
             param=name,
             code="unknown_parameter",
         )

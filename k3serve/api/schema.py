@@ -101,9 +101,7 @@ class SamplingBody(_Body):
     repetition_penalty: (
         Annotated[
             float,
-            Field(
-                ge=0.01, le=10, allow_inf_nan=False, description="a number from 0.01 to 10"
-            ),
+            Field(ge=0.01, le=10, allow_inf_nan=False, description="a number from 0.01 to 10"),
         ]
         | None
     ) = None

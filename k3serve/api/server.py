@@ -50,10 +50,10 @@ class ApiServer(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.server_address[0], self.server_address[1]
+        self.server_name, self.server_port = str(self.server_address[0]), self.port
 
     def _serve(self) -> None:
-        self.serve_forever(poll_interval=0.1)
+        self.serve_forever(poll_interval=0.05)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -6,11 +6,11 @@ would use, special strings as their single id included.
 
 from __future__ import annotations
 
-from k3serve.api.chat import chat_prompt
 from k3serve.api.context import Context
 from k3serve.api.exchange import Exchange
 from k3serve.api.inputs import check_ids
 from k3serve.api.policy import ignored_header
+from k3serve.api.prompt import chat_prompt
 from k3serve.api.replies import Reply, json_reply
 from k3serve.api.schema import DetokenizeBody, TokenizeBody, parse
 from k3serve.api.tokens import Pieces

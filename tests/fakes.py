@@ -1,0 +1,256 @@
+"""Doubles for everything above the device: a byte tokenizer, and an executor that follows a script.
+
+Rule: nothing here sleeps. A script waits only for a threading.Event that the test sets.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from k3serve.errors import Overloaded
+from k3serve.types import (
+    MAX_TOP_LOGPROBS,
+    Capacity,
+    Finish,
+    PromptScores,
+    Request,
+    State,
+    TokenEvent,
+)
+
+SPECIALS = (
+    "[BOS]",
+    "[EOS]",
+    "<|end_of_msg|>",
+    "<|open|>",
+    "<|close|>",
+    "<|sep|>",
+    "[PAD]",
+    "<|reserved|>",
+)
+_KEPT = ("<|open|>", "<|close|>", "<|sep|>")  # not flagged special, as in K3's own files
+
+
+class ByteTokenizer:
+    """256 bytes, eight specials behind them, and whatever pieces a test adds behind those."""
+
+    def __init__(self) -> None:
+        self._pieces = [bytes([i]) for i in range(256)] + [s.encode() for s in SPECIALS]
+        self._names = {name: 256 + i for i, name in enumerate(SPECIALS)}
+        self._flagged = {i for name, i in self._names.items() if name not in _KEPT}
+        self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")")
+        self._added: dict[bytes, int] = {}
+
+    def piece(self, data: bytes | str) -> int:
+        """The id of one token that holds exactly these bytes; made when there is none."""
+        raw = data.encode() if isinstance(data, str) else data
+        if len(raw) == 1:
+            return raw[0]
+        if raw not in self._added:
+            self._added[raw] = len(self._pieces)
+            self._pieces.append(raw)
+        return self._added[raw]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._names["<|end_of_msg|>"], self._names["[EOS]"]
+
+    @property
+    def named_special_ids(self) -> Mapping[str, int]:
+        return self._names
+
+    bos_token, eos_token, pad_token = "[BOS]", "[EOS]", "[PAD]"
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        if not allow_special:
+            return list(text.encode())
+        parts = self._split.split(text)
+        return [i for p in parts for i in ([self._names[p]] if p in self._names else p.encode())]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        kept = (i for i in ids if not (skip_special and i in self._flagged))
+        return b"".join(self._pieces[i] for i in kept).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self._pieces[token_id].decode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._flagged
+
+    def special_id(self, name: str) -> int:
+        return self._names[name]
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "tokenizer_class": "ByteTokenizer",
+            "bos_token": "[BOS]",
+            "eos_token": "[EOS]",
+            "pad_token": "[PAD]",
+            "chat_template": None,
+        }
+
+
+# --------------------------------------------------------------------------- scores
+
+
+def score(token: int, position: int) -> float:
+    """Some log-probability, a float32 that many decimals cannot hide."""
+    return float(np.float32(-0.1 - ((token * 7 + position * 13) % 101) / 97))
+
+
+def ranked(token: int, position: int, rank: int = 0) -> list[tuple[int, float]]:
+    """MAX_TOP_LOGPROBS candidates, best first, with `token` at `rank`."""
+    own = score(token, position)
+    others = [i for i in range(33, 80) if i != token]
+    return [
+        (token if r == rank else others[r], float(np.float32(own + 0.25 * (rank - r))))
+        for r in range(MAX_TOP_LOGPROBS)
+    ]
+
+
+def prompt_scores(prompt: Sequence[int], start: int, end: int) -> PromptScores:
+    rows = [ranked(prompt[i], i) for i in range(start, end)]
+    return PromptScores(
+        start,
+        np.array([score(prompt[i], i) for i in range(start, end)], np.float32),
+        np.array([[t for t, _ in r] for r in rows], np.int32).reshape(-1, MAX_TOP_LOGPROBS),
+        np.array([[v for _, v in r] for r in rows], np.float32).reshape(-1, MAX_TOP_LOGPROBS),
+    )
+
+
+# --------------------------------------------------------------------------- scripts
+
+Item = TokenEvent | threading.Event
+Script = Callable[[Request], Iterable[Item]]
+
+
+def events_of(
+    request: Request,
+    tokens: Sequence[int],
+    *,
+    per_event: int = 1,
+    rank: int = 0,
+    page: int = 4,
+) -> Iterator[TokenEvent]:
+    """What an engine would send for these tokens: scores page by page, then tokens up to a stop id
+    or the budget, `per_event` at a time."""
+    sampling = request.sampling
+    if sampling.prompt_logprobs is not None:
+        for start in range(1, len(request.prompt), page):
+            end = min(start + page, len(request.prompt))
+            yield TokenEvent(request.id, prompt_scores=prompt_scores(request.prompt, start, end))
+    cut = list(tokens[: sampling.max_tokens])
+    stops = [i for i, t in enumerate(cut) if t in sampling.stop_token_ids]
+    if stops:
+        cut = cut[: stops[0] + 1]
+    finish = Finish.STOP if stops else Finish.LENGTH
+    if not cut:
+        yield TokenEvent(request.id, finish=finish)
+    for begin in range(0, len(cut), per_event):
+        ids = cut[begin : begin + per_event]
+        at = len(request.prompt) + begin
+        logprobs: tuple[float, ...] = ()
+        top_ids: tuple[tuple[int, ...], ...] = ()
+        top_values: tuple[tuple[float, ...], ...] = ()
+        if sampling.top_logprobs is not None:
+            logprobs = tuple(score(t, at + i) for i, t in enumerate(ids))
+            rows = [ranked(t, at + i, rank)[: sampling.top_logprobs] for i, t in enumerate(ids)]
+            top_ids = tuple(tuple(t for t, _ in r) for r in rows)
+            top_values = tuple(tuple(v for _, v in r) for r in rows)
+        last = begin + per_event >= len(cut)
+        yield TokenEvent(
+            request.id,
+            tuple(ids),
+            logprobs,
+            top_ids,
+            top_values,
+            finish=finish if last else Finish.NONE,
+        )
+
+
+def says(tokens: Sequence[int], **how: Any) -> Script:
+    """Every request gets these tokens."""
+    return lambda request: events_of(request, tokens, **how)
+
+
+def hangs_after(tokens: Sequence[int], gate: threading.Event) -> Script:
+    """These tokens one by one, then nothing until the gate opens; then the end."""
+
+    def script(request: Request) -> Iterator[Item]:
+        for token in tokens:
+            yield TokenEvent(request.id, (token,))
+        yield gate
+        yield TokenEvent(request.id, finish=Finish.LENGTH)
+
+    return script
+
+
+class ScriptedOutbox:
+    """Plays a script; an Event in it holds everything behind it back."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self._next: Item | None = None
+        self._never = threading.Event()
+
+    def get(self, timeout_s: float | None = None) -> TokenEvent | None:
+        item = self._next or next(self._items, self._never)
+        self._next = None
+        if isinstance(item, TokenEvent):
+            return item
+        if not item.wait(timeout_s):
+            self._next = item
+            return None
+        return self.get(timeout_s)
+
+
+class FakeExecutor:
+    """types.Executor by script; remembers what it was asked."""
+
+    def __init__(self, script: Script, **capacity: int) -> None:
+        self.script = script
+        self.limits = {"max_slots": 8, "max_context": 4096, "max_queue": 64} | capacity
+        self.now = State.READY
+        self.refuse_after: int | None = None  # how many submits until the queue is full
+        self.submitted: list[Request] = []
+        self.cancelled: list[int] = []
+        self._changed = threading.Condition()
+
+    def submit(self, request: Request) -> ScriptedOutbox:
+        with self._changed:
+            if self.now is not State.READY:
+                raise Overloaded(f"the server is {self.now.value}", status=503)
+            if self.refuse_after is not None and len(self.submitted) >= self.refuse_after:
+                raise Overloaded("the queue is full")
+            self.submitted.append(request)
+            self._changed.notify_all()
+        return ScriptedOutbox(self.script(request))
+
+    def cancel(self, request_id: int) -> None:
+        with self._changed:
+            self.cancelled.append(request_id)
+            self._changed.notify_all()
+
+    def state(self) -> State:
+        return self.now
+
+    def capacity(self) -> Capacity:
+        open_now = len(self.submitted) - len(set(self.cancelled))
+        return Capacity(**self.limits, running=open_now)
+
+    def wait_for(self, condition: Callable[[FakeExecutor], bool], timeout_s: float = 10) -> None:
+        """Until the condition holds; checked at each submit and cancel."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), timeout_s), "waited in vain"
