@@ -105,7 +105,7 @@ def render(
     return out.fragments
 
 
-# ------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------ checks
 
 
 def _bad(param: str, problem: str) -> RequestError:
@@ -171,7 +171,7 @@ def _check_tools(
     return [tool for tool in declared if tool["function"]["name"] == name], "required"
 
 
-# ------------------------------------------------------------------------------ parts of the prompt
+# ------------------------------------------------------------ parts of the prompt
 
 
 def _system(out: Writer, kind: str, body: str, param: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """A tokenizer without files: 256 bytes and the 16 named specials of Kimi K3. A test double.
 
-Rule: the same protocol as the real one, so that everything above it can be tested without a checkpoint.
+Rule: the protocol of the real one, so that everything above it can be tested without a checkpoint.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_prompts_and_answers_of_the_tiny_model(tiny: Tokenizer, chat: dict[str, 
     assert tiny.decode(chat["greedy_ids"]) == chat["text"]
 
 
-# --------------------------------------------------------------- user text stays text (PC-30, -32)
+# ------------------------------------------------------------ user text stays text (PC-30, -32)
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -107,7 +107,7 @@ def test_headers_that_are_no_tags(text: str) -> None:
     assert parse_header(text) is None
 
 
-# -------------------------------------------------------------- thinking, effort, choice (PC-34)
+# ------------------------------------------------------------ thinking, effort, choice (PC-34)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -156,7 +156,7 @@ def test_where_the_schema_is_found(schema_format: dict[str, Any]) -> None:
     assert '```json\n{"a":"é","b":1}\n```' in text
 
 
-# ------------------------------------------------------------- the open end of a prompt (PC-35)
+# ------------------------------------------------------------ the open end of a prompt (PC-35)
 
 CALLED = {
     "role": "assistant",
@@ -210,7 +210,7 @@ def test_instructions_stand_before_a_continued_turn() -> None:
     assert text.endswith("<|open|>response<|sep|>{")
 
 
-# --------------------------------------------------------------------------------- tool results
+# ------------------------------------------------------------ tool results
 
 
 def _calls(*pairs: tuple[str | None, str]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def test_arguments_that_are_no_object_stay_one_raw_block(arguments: str) -> None
     assert f'<|open|>json type="object"<|sep|>{arguments}<|close|>json<|sep|>' in text
 
 
-# ----------------------------------------------------------------------------- malformed messages
+# ------------------------------------------------------------ malformed messages
 
 
 def _nested(depth: int) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_byte_tokenizer_follows_the_protocol() -> None:
     assert double.encode("[EOS]") == list(b"[EOS]")
 
 
-# ------------------------------------------------------------------------- mistakes of a request
+# ------------------------------------------------------------ mistakes of a request
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "ab\udc4b", "\udc4b\ud83d"])
@@ -157,7 +157,7 @@ def test_ids_that_are_none_are_a_400_with_position_and_value(tiny: Tokenizer, ba
     assert caught.value.param == "prompt[1]" and len(caught.value.message) < 200
 
 
-# ------------------------------------------------------------------------------- damaged files
+# ------------------------------------------------------------ damaged files
 
 Damage = Callable[[Path], None]
 
