@@ -130,13 +130,22 @@ class Leader:
         shape = self._shape
         return Capacity(shape.max_slots, shape.max_context, self._max_queue, running, waiting)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests, finishes the open ones, cancels what is left after timeout_s, and
-        ends the run on every host. True when every open request could end by itself."""
+    def begin_drain(self, timeout_s: float) -> None:
+        """Takes no more requests from now on; what is still open after timeout_s is cancelled, and
+        the run ends on every host. Does not wait: a signal handler may call it."""
         self._drain_by = min(self._drain_by, time.monotonic() + timeout_s)
         self._inbox.move_to(State.DRAINING)
-        if self._thread.ident is not None:  # never started: nothing to end
-            self._ended.wait()
+        if self._thread.ident is None:  # never started: nothing to end
+            self._ended.set()
+
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Whether the run ended, by a drain or a failure, within timeout_s."""
+        return self._ended.wait(timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """begin_drain, then waits. True when every open request could end by itself."""
+        self.begin_drain(timeout_s)
+        self.wait_ended()
         return self._drained and self._failure is None
 
     def stop(self) -> None:

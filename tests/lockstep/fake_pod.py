@@ -42,6 +42,8 @@ class FakePod:
         self.broken: dict[int, Exception] = {}  # tick -> what every read of it raises
         self.hanging: set[int] = set()  # ticks that never come back
         self.dispatches = [0] * hosts
+        self.reads = [0] * hosts
+        self.most_ahead = 0  # ticks that the leader ever had dispatched and not read
         self._held = held
         self._steps = threading.Semaphore(0)
         self._ready: queue.Queue[_Tick | None] = queue.Queue()
@@ -124,12 +126,16 @@ class FakeHost:
     def dispatch(self, plan_vector: np.ndarray | None) -> _Tick:
         if plan_vector is None:
             return self.pod.put(self.host, plan_layout(self.pod.shape).zeros())
+        tick = self.pod.put(self.host, plan_vector)
+        ahead = self.pod.dispatches[self.host] - self.pod.reads[self.host]
+        self.pod.most_ahead = max(self.pod.most_ahead, ahead)
         self.pod.dispatched.put(unpack(plan_vector, self.pod.shape))
-        return self.pod.put(self.host, plan_vector)
+        return tick
 
     def read(self, tick: _Tick) -> np.ndarray:
         tick.done.wait()
         if tick.error is not None:
             raise tick.error
         assert tick.result is not None
+        self.pod.reads[self.host] += 1
         return tick.result

@@ -111,7 +111,7 @@ def test_any_changed_word_is_noticed(case, data):
     vector = pack(plan, shape)
     at = data.draw(st.integers(0, vector.size - 1))
     vector[at] ^= data.draw(st.integers(1, 2**31 - 1))
-    with pytest.raises(HostFailure, match="plan check (MAGIC|VERSION|TICK|CHECKSUM) failed"):
+    with pytest.raises(HostFailure, match=r"plan check (MAGIC|VERSION|TICK|CHECKSUM) failed"):
         unpack(vector, shape, tick=plan.tick)
 
 

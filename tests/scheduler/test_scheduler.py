@@ -150,7 +150,7 @@ def test_queue_limit():
 
 def test_pool_smaller_than_one_context_is_refused():
     shape = TickShape(**{**_fields(SHAPE), "num_pages": 7})
-    with pytest.raises(ValueError, match="num_pages=7 cannot hold .* pages_per_slot=8"):
+    with pytest.raises(ValueError, match=r"num_pages=7 cannot hold .* pages_per_slot=8"):
         Scheduler(shape, max_queue=1)
 
 
