@@ -7,6 +7,7 @@ the leader's functions, so a follower never loads api, text or scheduler.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -142,7 +143,7 @@ class _Progress:
         self._logged = now
         rate = done / (now - self._started)
         left_s = (total - done) / rate if rate else float("inf")
-        log.info("%s: %.1f of %.1f GB, %.0f s left", self._what, done / 1e9, total / 1e9, left_s)
+        log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
 
 
 # ------------------------------------------------------------------------------------- roles
@@ -304,4 +305,60 @@ def score(
     ranks: int | None,
 ) -> int:
     """The `score` command; see its --help."""
-    raise ConfigError("score: not wired yet")
+    from k3serve.score import score as score_lines
+
+    _start_logging()
+    join(HostGroup(num_hosts=1), cpu_ranks=ranks or 1)
+    _use_compilation_cache()
+    target = TargetConfig.from_dir(checkpoint)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    lines = _read_lines(input)
+    tokenizer = load_tokenizer(checkpoint) if any("text" in line for line in lines) else None
+    if output.suffix != ".npz":
+        raise ConfigError(f"--output {output}: the name must end in .npz")
+    arrays = score_lines(
+        checkpoint,
+        lines,
+        dtype=_dtype(dtype, on_cpu),
+        want_logits=logits,
+        top=top,
+        ranks=ranks or 1,
+        expert_format=_expert_format("auto", target, on_cpu),
+        encode=tokenizer.encode if tokenizer is not None else None,
+        progress=_Progress("scoring lines"),
+    )
+    _write_npz(output, arrays)
+    log.info("wrote %d sequences to %s", len(lines), output)
+    return 0
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; blank lines are skipped."""
+    lines = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input {path}: cannot be read as UTF-8 text ({error})") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--input {path}, line {number}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise ConfigError(f"--input {path}, line {number}: must be an object, is {line[:80]!r}")
+        lines.append(value)
+    return lines
+
+
+def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Whole or not at all: the file appears under its name when it is complete."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"--output {path}: cannot be written ({error})") from error
