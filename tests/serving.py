@@ -77,6 +77,10 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return json.loads(response.read() or b"null")
 
+    def text(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return response.read().decode()
+
     def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
         """The answer's JSON; urllib.error.HTTPError on an error status."""
         request = urllib.request.Request(
