@@ -31,6 +31,7 @@ def test_goldens(tiny: Tokenizer, golden: dict[str, Any]) -> None:
     assert text_of(fragments) == golden["text"]
     assert [["s" if f.special else "t", f.text] for f in fragments] == golden["fragments"]
     assert encode_chat(tiny, fragments) == golden["ids"]
+    assert tiny.decode(golden["ids"]) == golden["text"]  # no spaces around markers (PC-28)
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=lambda g: g["name"])
