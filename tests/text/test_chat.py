@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from k3serve.errors import RequestError
@@ -31,6 +31,7 @@ def test_goldens(tiny: Tokenizer, golden: dict[str, Any]) -> None:
     assert text_of(fragments) == golden["text"]
     assert [["s" if f.special else "t", f.text] for f in fragments] == golden["fragments"]
     assert encode_chat(tiny, fragments) == golden["ids"]
+    assert tiny.decode(golden["ids"]) == golden["text"]  # no spaces around markers (PC-28)
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=lambda g: g["name"])
@@ -92,6 +93,7 @@ def test_no_text_of_a_request_yields_a_special_id(
 
 
 @given(TEXT)
+@example("a&quot;b&amp;")
 def test_attributes_survive_escaping(value: str) -> None:
     assert unescape(escape(value)) == value
     assert parse_header(f'call tool="{escape(value)}" index="1"') == (
@@ -171,6 +173,8 @@ def test_a_new_turn_opens_think_or_response(end: list[dict[str, Any]]) -> None:
     assert open_channel(render(end)) == "think"
     assert open_channel(render(end, thinking=False)) == "response"
     assert open_channel(render(end, add_generation_prompt=False)) is None
+    finished = [*end, {"role": "assistant", "content": "a"}]
+    assert open_channel(render(finished, add_generation_prompt=False)) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3serve.errors import RequestError
@@ -28,6 +28,8 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
         (["abcd", "bc"], ["abc", "d"], ["", "", ""], "abcd"),
         (["abcd", "bc"], ["abc", "x"], ["", "a", ""], "bc"),
         (["abcd", "bc"], ["abc"], ["", "a"], "bc"),
+        (["abcd", "bc"], ["zzabc", "x"], ["zz", "a", ""], "bc"),
+        (["xbcde", "bc", "bcd"], ["xbc", "d", "-"], ["", "", "x", ""], "bc"),
         (["aab"], ["aa", "a", "b"], ["", "a", "", ""], "aab"),
         (["\n\n"], ["a\n", "b\n"], ["a", "\nb", "\n"], None),
         ([], ["a", "b"], ["a", "b", ""], None),
@@ -62,6 +64,7 @@ SHORT = st.text("ab\n", max_size=4)
 @given(
     st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4), st.lists(SHORT), st.booleans()
 )
+@settings(max_examples=500)
 def test_any_chunking_equals_find(stops: list[str], pieces: list[str], include: bool) -> None:
     text = "".join(pieces)
     found = [(text.find(s), len(s), s) for s in stops if s in text]
