@@ -214,7 +214,7 @@ def test_pc_15_bad_prompt_lists(served: Served, prompt: Any) -> None:
 
 def test_batch_of_texts_with_different_lengths_to_answer(served: Served) -> None:
     def script(request: Request) -> Any:
-        return events_of(request, list(b"xyz")[: request.prompt[0] - ord("0")] + [EOS])
+        return events_of(request, [*list(b"xyz")[: request.prompt[0] - ord("0")], EOS])
 
     served.executor.script = script
     got = served.complete(prompt=["3", "1", "2"], max_tokens=9)

@@ -109,9 +109,7 @@ def test_stop_string_frees_the_slot_at_once(served: Served) -> None:
 @CHAT
 def test_stop_string_can_be_included(served: Served, chat: bool) -> None:
     served.executor.script = says(served.ids("ab", "END", "c"))
-    whole, streamed = both(
-        served, chat, stop="END", include_stop_str_in_output=True, max_tokens=3
-    )
+    whole, streamed = both(served, chat, stop="END", include_stop_str_in_output=True, max_tokens=3)
     assert whole == streamed == {"text": "abEND", "finish": "stop"}
 
 
@@ -155,7 +153,7 @@ def test_continuous_usage_stats(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_pc_21_every_choice_has_its_own_finish(served: Served, stream: bool) -> None:
     def script(request: Request) -> Any:
-        return events_of(request, list(b"abcdef")[: 2 + request.sampling.choice] + [258])
+        return events_of(request, [*list(b"abcdef")[: 2 + request.sampling.choice], 258])
 
     served.executor.script = script
     got = served.chat(**OFF, n=3, temperature=1, stream=stream)
