@@ -125,7 +125,7 @@ def deliver(
     headers = ignored_header(ignored)
     if not stream:
         with Group(answer.context, requests, exchange.gone) as group:
-            _run(answer, group, lambda chunks: None)
+            _run(answer, group, None)
         return json_reply(answer.whole(), headers=headers, note=answer.note())
     events = EventStream(exchange, headers)
     try:
@@ -146,13 +146,15 @@ def deliver(
     return None
 
 
-def _run(answer: Answer, group: Group, send: Callable[[list[dict[str, Any]]], None]) -> None:
+def _run(answer: Answer, group: Group, send: Callable[[list[dict[str, Any]]], None] | None) -> None:
     opened = False
     for index, event in group.events():
         choice = answer.choices[index]
         made = choice.feed(event)
         if choice.finish_reason is not None:
             group.finish(index, choice.finish_reason, choice.completion_tokens)
+        if send is None:
+            continue
         if not opened:  # every choice in order: SDK helpers index lists by what they saw
             opened = True
             made = [c for other in answer.choices for c in other.opening()] + made
