@@ -52,8 +52,8 @@ class Watchdog:
         self._watched = (tick, self._limit_s, time.monotonic() + self._limit_s)
         try:
             value = call()
-        except HostFailure:
-            raise
+        except HostFailure as failure:
+            raise HostFailure(f"tick {tick}: {failure}") from failure
         except Exception as error:
             raise HostFailure(f"tick {tick} failed on the device: {error!r}") from error
         finally:

@@ -4,7 +4,7 @@ import pytest
 
 from k3serve.lockstep.leader import Leader
 from k3serve.types import TickShape
-from tests.lockstep.fake_pod import FakePod
+from tests.lockstep.fake_pod import WAIT_S, FakePod
 
 SHAPE = TickShape(
     max_slots=3,
@@ -45,4 +45,5 @@ def make_leader() -> Iterator[Callable[..., Leader]]:
     yield make
     for leader, pod in leaders:
         pod.let_go()
-        leader.stop()
+        leader.begin_drain(0.0)
+        assert leader.wait_ended(WAIT_S), "the leader did not end"

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +22,25 @@ from k3serve.lockstep.plan import plan_layout, unpack
 from k3serve.types import Plan, TickShape
 from tests.scheduler.fake_device import FakeDevice
 
+T = TypeVar("T")
+
 WAIT_S = 30.0  # a test that waits so long has failed
+
+
+def in_background(function: Callable[..., T], *args: Any, **options: Any) -> Future[T]:
+    """The call's future, from a daemon thread: a host that hangs fails its test, not the whole
+    run.
+    """
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args, **options))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 @dataclass

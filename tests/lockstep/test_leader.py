@@ -4,7 +4,6 @@ fail.
 
 import queue
 import random
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from k3serve.errors import HostFailure, Overloaded, RequestError
 from k3serve.lockstep.leader import Leader, TickStats
 from k3serve.types import Finish, Outbox, Request, Sampling, State, TokenEvent
 from tests.lockstep.conftest import SHAPE
-from tests.lockstep.fake_pod import WAIT_S
+from tests.lockstep.fake_pod import WAIT_S, in_background
 from tests.scheduler.fake_device import expected
 from tests.scheduler.simulate import random_request
 
@@ -63,31 +62,22 @@ def test_overlap_keeps_two_ticks_on_the_device_and_sync_one(make_pod, make_leade
 
 def test_200_requests_from_8_threads_with_cancels(make_pod, make_leader):
     leader = make_leader(make_pod(), max_queue=200)
-    wrong: queue.Queue = queue.Queue()
 
     def client(number: int) -> None:
         rng = random.Random(number)
-        try:
-            for i in range(25):
-                each = random_request(rng, number * 25 + i, SHAPE)
-                outbox = leader.submit(each)
-                tokens, finish = expected(each, SHAPE.max_context)
-                if rng.random() < 0.2:
-                    leader.cancel(each.id)
-                    got, why = tokens_of(outbox)
-                    assert got == tokens[: len(got)] and why in (Finish.CANCELLED, finish)
-                else:
-                    assert tokens_of(outbox) == (tokens, finish)
-        except BaseException as error:
-            wrong.put(error)
+        for i in range(25):
+            each = random_request(rng, number * 25 + i, SHAPE)
+            outbox = leader.submit(each)
+            tokens, finish = expected(each, SHAPE.max_context)
+            if rng.random() < 0.2:
+                leader.cancel(each.id)
+                got, why = tokens_of(outbox)
+                assert got == tokens[: len(got)] and why in (Finish.CANCELLED, finish)
+            else:
+                assert tokens_of(outbox) == (tokens, finish)
 
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert wrong.empty(), wrong.get()
+    for client_done in [in_background(client, number) for number in range(8)]:
+        client_done.result(WAIT_S)
     assert leader.drain(WAIT_S)
     capacity = leader.capacity()
     assert (capacity.running, capacity.waiting) == (0, 0)
@@ -249,7 +239,7 @@ def broken_collective(pod):
 
 def hanging(pod):
     pod.hanging.add(4)
-    return r"tick 4 did not come back within 0\.2 s"
+    return "tick 4 did not come back within 1 s"
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -258,7 +248,8 @@ def test_every_failure_answers_all_open_requests_once(make_pod, make_leader, bre
     pod = make_pod(held=True)
     message = break_pod(pod)
     failures: queue.Queue[HostFailure] = queue.Queue()
-    leader = make_leader(pod, on_failure=failures.put, sync=sync, tick_timeout_s=0.2)
+    limit_s = 1.0 if pod.hanging else WAIT_S
+    leader = make_leader(pod, on_failure=failures.put, sync=sync, tick_timeout_s=limit_s)
     outboxes = [leader.submit(request(i, max_tokens=29)) for i in range(6)]
     pod.let_go()
     for outbox in outboxes:

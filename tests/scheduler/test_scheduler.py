@@ -51,8 +51,8 @@ def test_a_short_prompt_passes_a_long_one():
 
 
 def test_no_decode_steps_while_no_slot_can_decode():
-    scheduler, _ = running(request(1, length=12, max_tokens=0))
-    assert [scheduler.plan(tick).decode_steps for tick in range(3)] == [0, 0, 0]
+    scheduler, _ = running(request(1, length=12, max_tokens=0), request(2, max_tokens=1))
+    assert [scheduler.plan(tick).decode_steps for tick in range(4)] == [0, 0, 0, 0]
 
 
 def test_first_come_first_served_even_where_a_later_one_would_fit():
