@@ -1,6 +1,7 @@
-"""The errors that cross a layer: a request's own mistake, a server that cannot take it now, a dead host.
+"""The errors that cross a layer: a bad request, a full server, a bad checkpoint, a dead host.
 
-Rule: whoever raises says what was wrong, with which value, and what to do. Nothing else crosses a layer on purpose.
+Rule: whoever raises says what was wrong, with which value, and what to do. Nothing else crosses a
+layer on purpose.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Overloaded(RequestError):
 
 
 class ConfigError(Exception):
-    """A setting or a checkpoint's config that this server cannot honour; the message names key, value and remedy."""
+    """A setting or config that this server cannot honour; the message names key, value, remedy."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint file that is missing, truncated or not what the config says; the message names the tensor."""
+    """A file missing, cut short or not what the config says; the message names the tensor."""
 
 
 class HostFailure(Exception):
-    """The lockstep broke: a host died, stopped answering, or ran another plan. The run ends on every host."""
+    """A host died, stopped answering, or ran another plan. The run ends on every host."""

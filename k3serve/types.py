@@ -1,6 +1,6 @@
 """One value per hop on a request's way: Request -> Plan -> TickResult -> TokenEvent.
 
-Rule: frozen values only, no behaviour beyond trivial derived properties; standard library and numpy.
+Rule: frozen values only, no behaviour beyond trivial derived properties; standard library, numpy.
 The words (slot, tick, plan, page, ...) are those of the README.
 """
 
@@ -29,8 +29,10 @@ class Finish(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are chosen. Every field is honoured on the device, except stop strings,
-    which the HTTP thread watches for and turns into a cancel."""
+    """How one request's tokens are chosen. The device honours every field.
+
+    Stop strings are not here: the HTTP thread watches for them and turns one into a cancel.
+    """
 
     max_tokens: int  # >= 0; 0 scores the prompt only
     seed: int = 0  # 0 <= seed < 2**64; the API draws one where the client gave none
@@ -44,18 +46,14 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # at most MAX_LOGIT_BIAS pairs (token id, bias)
     min_tokens: int = 0  # stop ids are masked until so many tokens were produced
-    stop_token_ids: tuple[
-        int, ...
-    ] = ()  # at most MAX_STOP_IDS, the end token included unless ignore_eos
-    top_logprobs: int | None = (
-        None  # None: no logprobs; N: the chosen token's and those of the N best
-    )
+    stop_token_ids: tuple[int, ...] = ()  # at most MAX_STOP_IDS; holds the end token unless ignored
+    top_logprobs: int | None = None  # None: no logprobs; N: the chosen token's and the N best ones
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens (echo)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to run: a prompt, and how to continue it. n choices of m prompts are n*m Requests."""
+    """One sequence to run: a prompt, and how to continue it (n choices of m prompts: n*m)."""
 
     id: int
     prompt: tuple[int, ...]  # token ids, at least one
@@ -66,9 +64,9 @@ class Request:
 class PromptScores:
     """Scores of prompt positions start .. start+len-1, as they come in page by page.
 
-    Row i speaks of the prompt token at position start+i, given all before it. Position 0 has no score, so the first
-    chunk starts at 1. The best token is top_ids[i, 0]. The token's own value is bit-equal to its value in
-    top_logprobs when it is among them.
+    Row i speaks of the prompt token at position start+i, given all before it. Position 0 has no
+    score, so the first chunk starts at 1. The best token is top_ids[i, 0]. The token's own value is
+    bit-equal to its value in top_logprobs when it is among them.
     """
 
     start: int
@@ -79,7 +77,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one tick brought to one request. The last event of a request has a finish other than NONE."""
+    """What one tick brought to one request. Its last event has a finish other than NONE."""
 
     request_id: int
     tokens: tuple[int, ...] = ()  # a stop token is the last one here
@@ -128,8 +126,10 @@ class Executor(Protocol):
     def submit(self, request: Request) -> Outbox: ...
 
     def cancel(self, request_id: int) -> None:
-        """Frees the request's slot one tick later; unknown and finished ids are ignored. No event follows
-        for certain: the caller already knows that it cancelled."""
+        """Frees the request's slot one tick later; unknown and finished ids are ignored.
+
+        Whether a last event follows is open: the caller already knows that it cancelled.
+        """
         ...
 
     def state(self) -> State: ...
@@ -137,7 +137,7 @@ class Executor(Protocol):
     def capacity(self) -> Capacity: ...
 
 
-# ---------------------------------------------------------------------------------------------------- one tick
+# -------------------------------------------------------------------------------- one tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ class PageWork:
     start: int  # absolute position of tokens[0], a multiple of the page size
     tokens: tuple[int, ...]  # at most page_tokens; shorter only on the prompt's last page
     next_token: int  # the prompt token after the page, or -1 on the last page
-    final: bool  # the prompt ends here: sample the first token (unless max_tokens is 0) and let the slot decode
+    final: bool  # the prompt ends here: sample the first token (if max_tokens > 0), then decode
     score: bool  # return scores for this page's positions
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one tick does, the same on every host. Order on the device: release, admit, pages, decode steps."""
+    """What one tick does on every host, in this order: release, admit, pages, decode steps."""
 
     tick: int
     releases: tuple[int, ...] = ()  # slots
@@ -176,7 +176,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TickResult:
-    """What a tick produced, unpacked: see wire.result_layout for the packed form. Arrays are read-only views."""
+    """What a tick produced, unpacked from wire.result_layout. Arrays are read-only views."""
 
     tick: int
     fault: int  # 0, or a wire.Fault code raised on any rank
@@ -187,19 +187,15 @@ class TickResult:
     logprobs: np.ndarray  # [slots, emit] f32
     top_ids: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] i32
     top_logprobs: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] f32
-    finish: (
-        np.ndarray
-    )  # [slots] i32: Finish.NONE, STOP or LENGTH, set in the tick where it happened
-    score_logprobs: (
-        np.ndarray
-    )  # [pages, page_tokens] f32: row i is the score of the token after position i
+    finish: np.ndarray  # [slots] i32: Finish NONE, STOP or LENGTH, in the tick where it happened
+    score_logprobs: np.ndarray  # [pages, page_tokens] f32: row i scores the token after position i
     score_top_ids: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] i32
     score_top_logprobs: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] f32
 
 
 @dataclass(frozen=True, slots=True)
 class TickShape:
-    """The fixed sizes of plan and result; equal on all hosts. Nothing in a tick's shape depends on the load."""
+    """The fixed sizes of plan and result, equal on all hosts. No shape depends on the load."""
 
     max_slots: int  # S
     page_tokens: int  # C
@@ -215,5 +211,9 @@ class TickShape:
 
     @property
     def emit(self) -> int:
-        """Most tokens a slot can emit in one tick: the first token after a prompt, then T steps of R rows."""
+        """Most tokens a slot emits in a tick: the first after a prompt, then T steps of R rows."""
         return 1 + self.steps_per_tick * self.rows
+
+    def pages_for(self, tokens: int) -> int:
+        """Cache pages that hold so many positions of one slot; no more than its page table has."""
+        return min(-(-tokens // self.page_tokens), self.pages_per_slot)

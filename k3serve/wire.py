@@ -1,7 +1,8 @@
 """The byte layout of a plan and of a tick's result: fixed int32 vectors, floats by their bits.
 
-Rule: numpy only, and the one place that knows an offset. lockstep packs plans and unpacks results with it on the host;
-runtime unpacks plans and packs results with it on the device (unpack works on any array with slicing and reshape).
+Rule: numpy only, and the one place that knows an offset. lockstep packs plans and unpacks results
+with it on the host; runtime unpacks plans and packs results with it on the device (view works on
+any array with slicing and reshape).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Layout:
 
 
 def plan_layout(shape: TickShape) -> Layout:
-    """Per-slot blocks are indexed by slot; `admit` says which of them count. Page blocks are in plan order."""
+    """Per-slot blocks are indexed by slot; `admit` says which count. Page blocks: in plan order."""
     s, p = shape.max_slots, shape.pages_per_tick
     return Layout.of(
         magic=("i", ()),

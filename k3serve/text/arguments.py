@@ -59,8 +59,9 @@ class ArgumentsJson:
 
     def cut(self) -> str:
         """What is held when the output breaks off: the object stays incomplete, as the call is."""
-        begun = self._kind == "value" or not self._begun
-        return "".join(self._held) if begun else ""
+        if self._begun and self._kind != "value":
+            return ""  # a block behind an argument: how it would go on was not decided yet
+        return (self._block or "") + "".join(self._held)
 
     def _key(self, key: str) -> str:
         lead = ", " if self._begun else "{"

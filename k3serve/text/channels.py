@@ -236,7 +236,7 @@ class ChannelParser:
         elif at is _At.UNKNOWN and name == self._unknown:
             self._go(_At.NOWHERE)
         else:
-            return at is _At.NAMELESS
+            return False
         return True
 
     def _start_call(self, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from k3serve.errors import RequestError
 from k3serve.text import toolcalls
 from k3serve.text.show import shown
+from k3serve.text.tokenizer import check_text
 from k3serve.text.xtml import (
     MEDIA_BEGIN,
     MEDIA_CONTENT,
@@ -104,7 +105,7 @@ def render(
     return out.fragments
 
 
-# ------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------ checks
 
 
 def _bad(param: str, problem: str) -> RequestError:
@@ -170,7 +171,7 @@ def _check_tools(
     return [tool for tool in declared if tool["function"]["name"] == name], "required"
 
 
-# ------------------------------------------------------------------------------ parts of the prompt
+# ------------------------------------------------------------ parts of the prompt
 
 
 def _system(out: Writer, kind: str, body: str, param: str | None = None) -> None:
@@ -272,13 +273,12 @@ def _late_tools(out: Writer, message: Mapping[str, Any], param: str) -> None:
 
 def _assistant(out: Writer, message: Mapping[str, Any], param: str, thinking: bool) -> None:
     calls = toolcalls.read_calls(message, param)
+    reasoning = _reasoning(message, param)
     _open_message(out, "assistant", message, param)
     if thinking:
         out.open("think")
-        out.text(*_reasoning(message, param))
+        out.text(reasoning)
         out.close("think")
-    elif message.get("reasoning_content") is not None or message.get("reasoning") is not None:
-        _reasoning(message, param)  # left out, but still checked
     out.open("response")
     _content(out, message, param, optional=True)
     out.close("response")
@@ -296,7 +296,7 @@ def _unfinished(out: Writer, message: Mapping[str, Any], param: str, thinking: b
     _open_message(out, "assistant", message, param)
     if thinking:
         out.open("think")
-        out.text(*_reasoning(message, param))
+        out.text(_reasoning(message, param))
         if not message.get("content"):
             return
         out.close("think")
@@ -304,15 +304,15 @@ def _unfinished(out: Writer, message: Mapping[str, Any], param: str, thinking: b
     _content(out, message, param, optional=True)
 
 
-def _reasoning(message: Mapping[str, Any], param: str) -> tuple[str, str]:
-    """Text and param of a past turn's reasoning."""
+def _reasoning(message: Mapping[str, Any], param: str) -> str:
+    """A past turn's reasoning, under either of the names that clients use."""
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
         if value is not None:
             if not isinstance(value, str):
                 raise _bad(f"{param}.{field}", f"is {shown(value)}, a string is needed")
-            return value, f"{param}.{field}"
-    return "", param
+            return check_text(value, f"{param}.{field}")
+    return ""
 
 
 def _content(

@@ -49,9 +49,7 @@ class StopMatcher:
             self._step(char, end)
             if self._best and end - max(self._matched) >= self._best[0]:
                 return self._finish(), self.hit
-        keep = max(self._matched)
-        if self._best:
-            keep = max(keep, len(self._held) - self._best[0])
+        keep = max(self._matched)  # reaches back before _best, else that had been the hit
         ready, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -82,7 +80,7 @@ class StopMatcher:
                 start = end - n
                 if self._best is None or start < self._best[0]:
                     self._best = (start, stop)
-                n = table[n - 1]
+                n = 0  # what this stop may still match cannot start earlier
             self._matched[k] = n
 
     def _finish(self) -> str:

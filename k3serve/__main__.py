@@ -1,0 +1,182 @@
+"""Command line. `python -m k3serve` serves K3-nano; `... VERB --help` teaches the rest.
+
+Rule: only parsing and dispatch here; JAX is imported by the verbs, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestError
+from k3serve.settings import DTYPES, EXPERT_FORMATS, NANO, ServeConfig
+
+VERBS = ("serve", "score")
+
+SERVE_HELP = """\
+Serves one model over an OpenAI-compatible HTTP API.
+
+  python -m k3serve                                 K3-nano on http://127.0.0.1:8000
+  python -m k3serve --checkpoint DIR --port 9000    a checkpoint in the Hugging Face layout
+  python -m k3serve --hosts 2                       two hosts in lockstep on this machine
+
+On a TPU pod run the same command on every host: the hosts find each other. Elsewhere start each
+with --coordinator HOST0:PORT --num-hosts N --host-id I. Host 0 speaks HTTP; stop it with Ctrl-C or
+SIGTERM: it finishes what runs (--drain-timeout), then every host ends.
+"""
+
+SCORE_HELP = """\
+Scores token sequences offline: for each line of --input, {"tokens": [...]} or {"text": "..."},
+the log-probability of every token given those before it (entry 0 is NaN) and the best next token.
+
+Writes an .npz with logprobs_<i> [len] f32 and greedy_<i> [len] i32 per line; with --logits also
+logits_<i> [len, vocab] f32, with --top N top_ids_<i> and top_logprobs_<i> [len, N].
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in (*VERBS, "-h", "--help", "--version"):
+        arguments.insert(0, "serve")
+    options = vars(_parser().parse_args(arguments))
+    verb = options.pop("verb")
+    try:
+        return _serve(options) if verb == "serve" else _score(options)
+    except (ConfigError, CheckpointError, RequestError) as error:
+        print(f"k3serve: {error}", file=sys.stderr)
+        return 2
+    except HostFailure as error:
+        print(f"k3serve: host failure: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: dict[str, Any]) -> int:
+    config = ServeConfig(**options)
+    if config.hosts is not None and config.hosts > 1:
+        from k3serve.local_hosts import run_hosts
+
+        return run_hosts(config.hosts, _own_flags())
+    from k3serve.app import serve
+
+    return serve(config)
+
+
+def _own_flags() -> list[str]:
+    """This process's flags without --hosts, for the hosts it starts."""
+    flags, skip = [], False
+    for word in sys.argv[1:]:
+        if skip or word.startswith("--hosts="):
+            skip = False
+        elif word == "--hosts":
+            skip = True
+        else:
+            flags.append(word)
+    return flags
+
+
+def _score(options: dict[str, Any]) -> int:
+    from k3serve.app import score
+
+    return score(**options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m k3serve", description="Serve or score a Kimi K3 family model."
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("k3serve"))
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    _add_serve(verbs)
+    _add_score(verbs)
+    return parser
+
+
+def _add_serve(verbs: Any) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    serve = verbs.add_parser(
+        "serve", help="serve a model (the default)", description=SERVE_HELP, formatter_class=raw
+    )
+    d = ServeConfig()
+
+    def add(group: Any, name: str, kind: Any, metavar: str, text: str, **more: Any) -> None:
+        key = more.pop("dest", name.replace("-", "_"))
+        default = getattr(d, key)
+        shown = "" if default is None or default == () else f" [{default}]"
+        group.add_argument(
+            f"--{name}", dest=key, type=kind, metavar=metavar, default=default, help=text + shown,
+            **more,
+        )  # fmt: skip
+
+    serve.add_argument(
+        "--checkpoint", type=Path, default=NANO, metavar="DIR",
+        help="folder in the Hugging Face layout [the built-in K3-nano]",
+    )  # fmt: skip
+    http = serve.add_argument_group("HTTP (host 0)")
+    add(http, "host", str, "ADDR", "address to listen on; 0.0.0.0 for all")
+    add(http, "port", int, "N", "port to listen on; 0 picks a free one")
+    add(http, "served-model-name", _names, "A[,B]", "names clients may use; the first is reported",
+        dest="served_model_names")  # fmt: skip
+    add(http, "api-key", _names, "K[,L]", "keys clients must send", dest="api_keys")
+    add(http, "allowed-origin", _names, "O[,P]", "CORS origins allowed (off without)",
+        dest="allowed_origins")  # fmt: skip
+    add(http, "max-body-mib", int, "N", "largest request body")
+
+    engine = serve.add_argument_group("engine (equal on all hosts)")
+    add(engine, "max-slots", int, "N", "sequences that run at once")
+    add(engine, "context", int, "N", "most tokens of prompt plus answer [the model's, up to 8192]")
+    add(engine, "page-tokens", int, "C", "tokens of a prefill page")
+    add(engine, "pages-per-tick", int, "P", "prefill pages in one tick")
+    add(engine, "steps-per-tick", int, "T", "decode steps in one tick")
+    add(engine, "max-queue", int, "N", "requests that may wait; more get 429")
+    add(engine, "dtype", str, "TYPE", f"{', '.join(DTYPES)}; auto: float32 on CPU", choices=DTYPES)
+    add(engine, "experts", str, "FORM", "dense, packed (MXFP4 in memory), auto: dense on CPU",
+        choices=EXPERT_FORMATS)  # fmt: skip
+    add(engine, "tick-timeout", float, "S", "a tick slower than this is a host failure",
+        dest="tick_timeout_s")  # fmt: skip
+    add(engine, "drain-timeout", float, "S", "time for running requests when asked to stop",
+        dest="drain_timeout_s")  # fmt: skip
+    engine.add_argument("--allow-reserved", action="store_true",
+                        help="let unnamed reserved tokens be sampled")  # fmt: skip
+    engine.add_argument("--sync", action="store_true",
+                        help="plan, run, read without overlap: for debugging")  # fmt: skip
+
+    hosts = serve.add_argument_group("hosts and ranks")
+    add(hosts, "hosts", int, "N", "start N hosts on this machine")
+    add(hosts, "ranks", int, "N", "devices a host uses [all; on CPU 1]")
+    add(hosts, "coordinator", str, "HOST:PORT", "where host 0 meets the others")
+    add(hosts, "num-hosts", int, "N", "how many hosts take part")
+    add(hosts, "host-id", int, "I", "which of them this is, from 0")
+    add(hosts, "connect-timeout", int, "S", "how long to wait for the other hosts",
+        dest="connect_timeout_s")  # fmt: skip
+
+
+def _add_score(verbs: Any) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    score = verbs.add_parser(
+        "score", help="score sequences offline", description=SCORE_HELP, formatter_class=raw
+    )
+    score.add_argument("--checkpoint", type=Path, default=NANO, metavar="DIR",
+                       help="folder in the Hugging Face layout [the built-in K3-nano]")  # fmt: skip
+    score.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
+    score.add_argument("--output", type=Path, required=True, metavar="FILE.npz")
+    score.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU")
+    score.add_argument("--logits", action="store_true", help="write whole rows of logits")
+    score.add_argument("--top", type=int, default=0, metavar="N", help="best N tokens per position")
+    score.add_argument("--ranks", type=int, default=None, metavar="N", help="devices to use")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("must hold at least one name")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""KDA, the gated delta rule with a decay per key channel: rows one by one, or a page
+chunk-parallel.
+
+Rule: both forms compute the same recurrence per head, in float32, from the same inputs:
+
+    S <- diag(e^g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+
+A row with g = 0 and beta = 0 leaves S as it is; that is how padding rows are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from k3serve.config import TargetConfig
+from k3serve.model.collectives import rank_sum
+from k3serve.model.ops import F32, dot, dot_f32, einsum_f32, l2_norm, rms_norm_f32
+from k3serve.model.state import KdaState
+from k3serve.model.weights import KdaWeights
+
+SUB = 16  # rows of a sub-block: inside one, decays are formed pairwise
+
+
+@struct.dataclass
+class KdaInputs:
+    """Inputs of the recurrence, float32. Leading axes are rows."""
+
+    q: Any  # [..., heads, K], normalised and scaled
+    k: Any  # [..., heads, K], normalised
+    v: Any  # [..., heads, V]
+    g: Any  # [..., heads, K] log decay, <= 0
+    beta: Any  # [..., heads]
+
+
+def log_decay(config: TargetConfig, z: Array, a_log: Array, dt_bias: Array) -> Array:
+    """z [..., heads, K] f32, a_log [heads], dt_bias [heads, K] -> [..., heads, K], at most 0."""
+    x = z + dt_bias
+    rate = jnp.exp(a_log)[:, None]
+    if config.gate_lower_bound is None:
+        return -rate * jax.nn.softplus(x)
+    return config.gate_lower_bound * jax.nn.sigmoid(rate * x)
+
+
+def convolve(window: Array, taps: Array) -> Array:
+    """Depthwise causal convolution and SiLU. window [..., rows+3, 3, W], taps [4, 3, W] -> [...,
+    rows, 3, W] f32.
+    """
+    rows = window.shape[-3] - taps.shape[0] + 1
+    total = jnp.zeros((*window.shape[:-3], rows, *window.shape[-2:]), F32)
+    for j in range(taps.shape[0]):
+        total = total + taps[j] * window[..., j : j + rows, :, :].astype(F32)
+    return jax.nn.silu(total)
+
+
+def prepare(config: TargetConfig, w: KdaWeights, x: Array, conv: Array, live: Array) -> KdaInputs:
+    """Everything before the recurrence, for rows of any number.
+
+    x [N, d]; conv [N, 3, W] f32: q, k, v after convolution and SiLU; live [N] bool: False makes the
+    row a no-op.
+    """
+    k = config.kda_head_dim
+    heads = w.a_log.shape[0]
+    qkv = conv.astype(x.dtype).astype(F32).reshape(-1, 3, heads, k)
+    z = dot(dot(x, w.decay_a), w.decay_b).astype(F32).reshape(-1, heads, k)
+    g = log_decay(config, z, w.a_log, w.dt_bias.reshape(heads, k))
+    beta = jax.nn.sigmoid(dot(x, w.beta).astype(F32))
+    return KdaInputs(
+        q=l2_norm(qkv[:, 0]) * k**-0.5,
+        k=l2_norm(qkv[:, 1]),
+        v=qkv[:, 2],
+        g=jnp.where(live[:, None, None], g, 0.0),
+        beta=jnp.where(live[:, None], beta, 0.0),
+    )
+
+
+def finish(config: TargetConfig, w: KdaWeights, x: Array, o: Array) -> Array:
+    """Output norm, gate and projection. x [N, d], o [N, heads, V] f32 -> [N, d]."""
+    heads, v = o.shape[1:]
+    gate = dot(x, w.gate) if w.gate is not None else dot(dot(x, w.gate_a), w.gate_b)
+    gate = jax.nn.sigmoid(gate.astype(F32)).reshape(-1, heads, v)
+    o = o.astype(x.dtype)
+    y = rms_norm_f32(o, w.out_norm, config.norm_eps) * gate
+    y = y.astype(x.dtype).reshape(-1, heads * v)
+    return rank_sum(dot_f32(y, w.out)).astype(x.dtype)
+
+
+def project(w: KdaWeights, x: Array) -> Array:
+    """q, k, v before the convolution. x [N, d] -> [N, 3, W]."""
+    return dot(x, w.qkv)
+
+
+# ------------------------------------------------------------------------------------------------
+# rows
+
+
+def recur(s: Array, row: KdaInputs) -> tuple[Array, Array]:
+    """One row of the recurrence. s [..., K, V] -> (s, o [..., V])."""
+    s = jnp.exp(row.g)[..., None] * s
+    u = row.beta[..., None] * (row.v - jnp.sum(s * row.k[..., None], axis=-2))
+    s = s + row.k[..., None] * u[..., None, :]
+    return s, jnp.sum(s * row.q[..., None], axis=-2)
+
+
+def kda_rows(
+    config: TargetConfig,
+    w: KdaWeights,
+    x: Array,
+    state: KdaState,
+    positions: Array,
+    counts: Array,
+) -> tuple[Array, KdaState]:
+    """R rows of every slot. x [S, R, d], positions [S] of the first row, counts [S] rows that are
+    real.
+
+    A slot at position 0 starts from zeros; a slot with count 0 keeps its state bit for bit.
+    """
+    slots, rows, _ = x.shape
+    flat = x.reshape(slots * rows, -1)
+    fresh = positions == 0
+    history = jnp.where(fresh[:, None, None, None], 0, state.conv)
+    u = project(w, flat).reshape(slots, rows, *history.shape[2:])
+    window = jnp.concatenate([history, u.astype(history.dtype)], axis=1)  # [S, 3+R, 3, W]
+    conv = convolve(window, w.conv).reshape(slots * rows, *history.shape[2:])
+    live = jnp.arange(rows) < counts[:, None]
+    inputs = prepare(config, w, flat, conv, live.reshape(-1))
+    by_row = jax.tree.map(lambda a: a.reshape(slots, rows, *a.shape[1:]).swapaxes(0, 1), inputs)
+
+    start = jnp.where(fresh[:, None, None, None], 0.0, state.s)
+    if rows == 1:
+        s, o = recur(start, jax.tree.map(lambda a: a[0], by_row))
+        o = o[None]
+    else:
+        s, o = lax.scan(recur, start, by_row)
+    y = finish(config, w, flat, o.swapaxes(0, 1).reshape(slots * rows, *o.shape[2:]))
+
+    active = (counts > 0)[:, None, None, None]
+    newest = jax.vmap(lambda a, n: lax.dynamic_slice_in_dim(a, n, history.shape[1]))(window, counts)
+    new_state = KdaState(
+        s=jnp.where(active, s, state.s), conv=jnp.where(active, newest, state.conv)
+    )
+    return y.reshape(x.shape), new_state
+
+
+# ------------------------------------------------------------------------------------------------ a
+# page
+
+
+def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
+    """C rows at once. s [heads, K, V], rows with leading axis C (a multiple of 16) -> (s, o [C,
+    heads, V]).
+
+    With G the running sum of g, A_ij = x_i . (k_j e^(G_i-G_j)) and L = beta A_kk below the
+    diagonal: (I + L) V' = beta (V - K e^G S);  O = Q e^G S + A_qk V';  S <- e^(G_last) S + (K
+    e^(G_last-G))^T V'. Every exponent is <= 0, whatever the gates.
+    """
+    q, k, v, g = (jnp.swapaxes(a, 0, 1) for a in (rows.q, rows.k, rows.v, rows.g))  # [H, C, K]
+    beta = rows.beta.T[..., None]  # [H, C, 1]
+    total = jnp.cumsum(g, axis=1)
+    a_qk, a_kk = pair_products(q, k, total)
+    size = k.shape[1]
+    row, col = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    a_qk = jnp.where(col <= row, a_qk, 0.0)
+    lower = jnp.where(col < row, beta * a_kk, 0.0) + jnp.eye(size, dtype=F32)
+    decayed = jnp.exp(total)
+    right = beta * jnp.concatenate([v, k * decayed], axis=-1)
+    solved = lax.linalg.triangular_solve(
+        lower, right, left_side=True, lower=True, unit_diagonal=True
+    )
+    u, weights = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    delta = u - einsum_f32("hck,hkv->hcv", weights, s)
+    o = einsum_f32("hck,hkv->hcv", q * decayed, s) + einsum_f32("hcj,hjv->hcv", a_qk, delta)
+    last = total[:, -1:]
+    grown = einsum_f32("hck,hcv->hkv", k * jnp.exp(last - total), delta)
+    return jnp.exp(last[:, 0])[..., None] * s + grown, jnp.swapaxes(o, 0, 1)
+
+
+def pair_products(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
+    """A_qk and A_kk [H, C, C]: sum over channels of x_i k_j e^(G_i - G_j); right for j <= i, any
+    number above.
+
+    Between sub-blocks, G at the first row of i's sub-block splits the exponent in two parts that
+    are <= 0. Inside one, the differences are formed pair by pair.
+    """
+    heads, size, width = k.shape
+    blocks = size // SUB
+    g = total.reshape(heads, blocks, SUB, width)
+    both = jnp.stack([q, k], axis=1).reshape(heads, 2, blocks, SUB, width)
+    first = g[:, :, 0]  # [H, blocks, K]
+
+    earlier = (jnp.arange(size) < SUB * jnp.arange(blocks)[:, None])[None, :, :, None]
+    exponent = jnp.where(earlier, first[:, :, None] - total[:, None], -jnp.inf)
+    columns = k[:, None] * jnp.exp(exponent)  # [H, blocks, C, K]
+    rows = both * jnp.exp(g - first[:, :, None])[:, None]
+    across = einsum_f32("hxbik,hbjk->hxbij", rows, columns).reshape(heads, 2, size, size)
+
+    ordered = (jnp.arange(SUB)[:, None] >= jnp.arange(SUB))[..., None]
+    exponent = jnp.where(ordered, g[:, :, :, None] - g[:, :, None], -jnp.inf)
+    pairs = jnp.exp(exponent) * k.reshape(heads, blocks, 1, SUB, width)  # [H, blocks, i, j, K]
+    within = jnp.sum(both[:, :, :, :, None] * pairs[:, None], axis=-1)  # [H, 2, blocks, i, j]
+    diagonal = jnp.eye(blocks, dtype=bool)[:, None, :, None]
+    tiled = jnp.where(diagonal, within[:, :, :, :, None, :], 0.0).reshape(heads, 2, size, size)
+    out = across + tiled
+    return out[:, 0], out[:, 1]
+
+
+def kda_page(
+    config: TargetConfig,
+    w: KdaWeights,
+    x: Array,
+    state: KdaState,
+    slot: Array,
+    start: Array,
+    length: Array,
+) -> tuple[Array, KdaState]:
+    """One page of one slot. x [C, d]; rows from length on are padding. start 0 begins from
+    zeros.
+    """
+    size = x.shape[0]
+    fresh = start == 0
+    history = jnp.where(fresh, 0, state.conv[slot])
+    window = jnp.concatenate([history, project(w, x).astype(history.dtype)], axis=0)
+    live = jnp.arange(size) < length
+    inputs = prepare(config, w, x, convolve(window, w.conv), live)
+    s, o = chunk(jnp.where(fresh, 0.0, state.s[slot]), inputs)
+    newest = lax.dynamic_slice_in_dim(window, length, history.shape[0])
+    new_state = KdaState(s=state.s.at[slot].set(s), conv=state.conv.at[slot].set(newest))
+    return finish(config, w, x, o), new_state

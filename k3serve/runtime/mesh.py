@@ -1,0 +1,92 @@
+"""Joins the hosts of a run and lays all their devices on the mesh axis RANK.
+
+Rule: the only file that calls jax.distributed. On a TPU pod everything is found automatically;
+elsewhere the coordinator, the number of hosts and this host's id come from the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from k3serve.errors import ConfigError, HostFailure
+from k3serve.model.collectives import RANK
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroup:
+    """Which hosts run together. num_hosts None: ask the platform (TPU pods, Slurm, ...)."""
+
+    coordinator: str | None = None  # host:port of process 0
+    num_hosts: int | None = None
+    host_id: int | None = None
+    connect_timeout_s: int = 300
+
+
+def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
+    """Starts JAX for this host; must come before any other use of a device.
+
+    cpu_ranks: how many virtual devices a CPU host shows. Raises HostFailure naming the address when
+    not all hosts arrive within connect_timeout_s.
+    """
+    if cpu_ranks is not None:
+        jax.config.update("jax_num_cpu_devices", cpu_ranks)
+    if group.num_hosts == 1:
+        return
+    explicit = group.num_hosts is not None
+    if explicit:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    elif not _on_pod():
+        return
+    try:
+        jax.distributed.initialize(
+            coordinator_address=group.coordinator,
+            num_processes=group.num_hosts,
+            process_id=group.host_id,
+            initialization_timeout=group.connect_timeout_s,
+        )
+    except Exception as error:
+        where = group.coordinator or "the address the platform gave"
+        raise HostFailure(
+            f"host {group.host_id}: not all {group.num_hosts or 'expected'} hosts met at {where} "
+            f"within {group.connect_timeout_s} s: check that every host was started with the same "
+            f"--coordinator and --num-hosts and its own --host-id ({error})"
+        ) from error
+
+
+def _on_pod() -> bool:
+    """Whether JAX's own cluster detection sees more than one process."""
+    from jax._src.clusters import ClusterEnv
+
+    return any(env.is_env_present() for env in ClusterEnv._cluster_types)
+
+
+def make_mesh(ranks: int | None = None) -> Mesh:
+    """All devices of all hosts in process order; `ranks` limits a single host to the first ones."""
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    if ranks is not None:
+        if ranks > len(devices):
+            raise ConfigError(f"--ranks {ranks}: only {len(devices)} devices are there")
+        if jax.process_count() > 1 and ranks != len(devices):
+            raise ConfigError(f"--ranks {ranks}: several hosts use all {len(devices)} devices")
+        devices = devices[:ranks]
+    return Mesh(np.array(devices), (RANK,))
+
+
+def wait_for_all_hosts(timeout_s: float) -> None:
+    """Returns when every host of the run has come here; HostFailure names the wait otherwise."""
+    if jax.process_count() == 1:
+        return
+    from jax._src.distributed import global_state
+
+    assert global_state.client is not None, "several processes, but jax.distributed is not up"
+    try:
+        global_state.client.wait_at_barrier("k3serve-ready", int(timeout_s * 1000))
+    except Exception as error:
+        raise HostFailure(
+            f"not all {jax.process_count()} hosts were ready within {timeout_s:.0f} s "
+            f"(--connect-timeout): look for an error in the others' logs ({error})"
+        ) from error

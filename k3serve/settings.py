@@ -1,0 +1,126 @@
+"""What the command line decides, as one frozen value, validated once.
+
+Rule: every error names the flag, the value and what is allowed. See `python -m k3serve --help`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3serve.errors import ConfigError
+from k3serve.types import TickShape
+
+NANO = Path(__file__).parent / "assets" / "nano"
+DTYPES = ("auto", "float32", "bfloat16")
+EXPERT_FORMATS = ("auto", "dense", "packed")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Settings of `serve`. Sizes must be equal on all hosts of a run."""
+
+    checkpoint: Path = NANO
+    # HTTP, on process 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()  # empty: the checkpoint folder's name
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_mib: int = 32
+    # engine
+    max_slots: int = 8
+    context: int | None = None  # None: the model's own, at most 8192
+    page_tokens: int = 64
+    pages_per_tick: int = 4
+    steps_per_tick: int = 8
+    max_queue: int = 256
+    dtype: str = "auto"
+    experts: str = "auto"
+    allow_reserved: bool = False
+    sync: bool = False
+    tick_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    # hosts and ranks
+    ranks: int | None = None  # None: all devices; on CPU, one a host
+    hosts: int | None = None  # start so many hosts on this machine
+    coordinator: str | None = None
+    num_hosts: int | None = None
+    host_id: int | None = None
+    connect_timeout_s: int = 300
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_body_mib", 1, 4096),
+            ("max_slots", 1, 1024),
+            ("page_tokens", 16, 4096),
+            ("pages_per_tick", 1, 1024),
+            ("steps_per_tick", 1, 1024),
+            ("max_queue", 1, 1_000_000),
+        ):
+            _check(name, getattr(self, name), low, high)
+        if self.page_tokens % 16:
+            raise ConfigError(f"--page-tokens {self.page_tokens}: must be a multiple of 16")
+        if self.context is not None:
+            _check("context", self.context, self.page_tokens, 1 << 24)
+        for name in ("ranks", "hosts", "num_hosts"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 1, 65536)
+        for name in ("tick_timeout_s", "drain_timeout_s", "connect_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: must be positive")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: use one of {', '.join(DTYPES)}")
+        if self.experts not in EXPERT_FORMATS:
+            raise ConfigError(f"--experts {self.experts}: use one of {', '.join(EXPERT_FORMATS)}")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.hosts is not None and (self.num_hosts or self.coordinator or self.host_id):
+            raise ConfigError(
+                f"--hosts {self.hosts} starts all hosts on this machine: leave out --coordinator, "
+                "--num-hosts and --host-id, which join hosts that were started one by one"
+            )
+        if self.num_hosts is None:
+            if self.coordinator or self.host_id is not None:
+                raise ConfigError("--coordinator and --host-id need --num-hosts")
+            return
+        if self.num_hosts > 1:
+            if self.coordinator is None or self.host_id is None:
+                raise ConfigError(
+                    f"--num-hosts {self.num_hosts} needs --coordinator HOST:PORT (of host 0) and "
+                    "--host-id"
+                )
+            if not 0 <= self.host_id < self.num_hosts:
+                raise ConfigError(
+                    f"--host-id {self.host_id}: must be 0 to {self.num_hosts - 1} "
+                    f"with --num-hosts {self.num_hosts}"
+                )
+
+    def tick_shape(self, model_context: int) -> TickShape:
+        """The fixed sizes of this run; model_context is the most tokens the model was made for."""
+        context = self.context or min(model_context, 8192)
+        if context > model_context:
+            raise ConfigError(
+                f"--context {context}: the model's own limit is {model_context}; use at most that"
+            )
+        pages_per_slot = -(-context // self.page_tokens)
+        return TickShape(
+            max_slots=self.max_slots,
+            page_tokens=self.page_tokens,
+            pages_per_tick=self.pages_per_tick,
+            steps_per_tick=self.steps_per_tick,
+            rows=1,
+            pages_per_slot=pages_per_slot,
+            num_pages=pages_per_slot * self.max_slots,
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{_flag(name)} {value}: must be {low} to {high}")

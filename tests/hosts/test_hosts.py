@@ -1,0 +1,121 @@
+"""1, 2 and 4 real hosts on CPU: the same tokens, the same bits on every run, and clean ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.serving import TINY_CHAT, Server, is_alive
+
+FLAGS = ("--checkpoint", str(TINY_CHAT), "--context", "512", "--max-slots", "4", "--allow-reserved")
+GOLDENS = json.loads((TINY_CHAT / "chat_goldens.json").read_text())
+
+
+def answers(server: Server) -> list[dict[str, Any]]:
+    """Greedy answers with log-probabilities to the golden chats, all at once in slots."""
+    body = {
+        "prompt": [golden["prompt_ids"] for golden in GOLDENS],
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return server.post("/v1/completions", body)["choices"]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, list[dict[str, Any]]]:
+    """Per number of hosts, the answers of one run."""
+    results = {}
+    for count in (1, 2, 4):
+        with Server(*FLAGS, "--hosts", str(count)) as server:
+            results[count] = answers(server)
+            assert server.stop() == 0, "".join(server.log[-20:])
+    return results
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_greedy_tokens_equal_the_goldens(runs: dict[int, list[dict[str, Any]]], count: int) -> None:
+    for choice, golden in zip(runs[count], GOLDENS, strict=True):
+        assert choice["token_ids"] == golden["greedy_ids"]
+        scored = choice["logprobs"]["token_logprobs"][1 : len(golden["prompt_ids"])]
+        assert scored == pytest.approx(golden["prompt_logprobs"], abs=2e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_second_run_gives_the_same_bits(
+    runs: dict[int, list[dict[str, Any]]], count: int
+) -> None:
+    with Server(*FLAGS, "--hosts", str(count)) as server:
+        again = answers(server)
+    for first, second in zip(runs[count], again, strict=True):
+        assert first["logprobs"] == second["logprobs"]
+        assert first["token_ids"] == second["token_ids"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> bool:
+    """Polls another process's state, of which there is no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_hosts_with_status_0(signum: int) -> None:
+    with Server(*FLAGS, "--hosts", "2") as server:
+        hosts = server.children()
+        assert len(hosts) == 2
+        assert server.stop(signum) == 0, "".join(server.log[-20:])
+        assert not any(is_alive(pid) for pid in hosts)
+
+
+def test_no_host_outlives_a_killed_launcher() -> None:
+    with Server(*FLAGS, "--hosts", "2") as server:
+        hosts = server.children()
+        server.kill()
+        assert wait_until(lambda: not any(is_alive(pid) for pid in hosts))
+
+
+def test_a_killed_follower_is_an_error_for_open_streams_and_ends_the_run() -> None:
+    with Server(*FLAGS, "--hosts", "2") as server:
+        follower = server.children()[1]
+        seen = threading.Event()
+        received: list[bytes] = []
+
+        def stream() -> None:
+            parts = urlsplit(server.url)
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+            body = {"prompt": [5, 6, 7], "max_tokens": 500, "stream": True, "ignore_eos": True}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            try:
+                for line in connection.getresponse():
+                    received.append(line)
+                    seen.set()
+            except (OSError, http.client.HTTPException):
+                received.append(b"connection broken")
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        assert seen.wait(60)
+        os.kill(follower, signal.SIGKILL)
+        reader.join(60)
+        status = server.wait(60)
+    assert not reader.is_alive()
+    text = b"".join(received)
+    assert b'"error"' in text or b"connection broken" in text
+    assert b"[DONE]" not in text
+    assert status not in (0, None)

@@ -1,0 +1,110 @@
+"""Drives a Scheduler and a FakeDevice through a scripted load, with 1 to 3 plans in flight."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from k3serve.scheduler.scheduler import Scheduler
+from k3serve.types import Plan, Request, Sampling, TickShape, TokenEvent
+from tests.scheduler.fake_device import VOCAB, FakeDevice
+
+
+@dataclass
+class Load:
+    """When requests arrive and leave, by tick."""
+
+    arrivals: dict[int, list[Request]] = field(default_factory=dict)
+    cancels: dict[int, list[int]] = field(default_factory=dict)  # request ids
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        return {r.id: r for requests in self.arrivals.values() for r in requests}
+
+    @property
+    def cancelled(self) -> set[int]:
+        return {request_id for ids in self.cancels.values() for request_id in ids}
+
+
+@dataclass
+class Run:
+    plans: list[Plan]
+    events: dict[int, list[TokenEvent]]  # by request
+    admitted: dict[int, int]  # request id -> tick; needs seeds equal to ids
+    first_page: dict[int, int]  # request id -> tick
+    after_cancel: list[TokenEvent]  # events of cancelled requests: must stay empty
+    scheduler: Scheduler
+    device: FakeDevice
+
+
+def random_request(rng: random.Random, request_id: int, shape: TickShape) -> Request:
+    """Mixed lengths, many of them at a page's edge; scoring, stops, min_tokens, logprobs."""
+    c = shape.page_tokens
+    length = rng.choice([1, c - 1, c, c + 1, rng.randint(1, shape.max_context)])
+    length = min(max(length, 1), shape.max_context)
+    budget = rng.choice([0, 1, 2, rng.randint(0, 2 * c), shape.max_context])
+    stops = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 4])))
+    sampling = Sampling(
+        max_tokens=budget,
+        seed=request_id,
+        stop_token_ids=stops,
+        min_tokens=rng.choice([0, 0, 3]),
+        top_logprobs=rng.choice([None, 0, 2]),
+        prompt_logprobs=rng.choice([None, None, 3]),
+    )
+    return Request(request_id, tuple(rng.randrange(VOCAB) for _ in range(length)), sampling)
+
+
+def random_load(seed: int, count: int, shape: TickShape, *, gap: float, cancels: float) -> Load:
+    """count requests, on average `gap` ticks apart; a share of them is cancelled a while later."""
+    rng, load, at = random.Random(seed), Load(), 0.0
+    for request_id in range(count):
+        at += rng.expovariate(1 / gap)
+        load.arrivals.setdefault(int(at), []).append(random_request(rng, request_id, shape))
+        if rng.random() < cancels:
+            left = int(at) + rng.choice([0, 1, 2, rng.randint(0, 60)])
+            load.cancels.setdefault(left, []).append(request_id)
+    return load
+
+
+def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000_000) -> Run:
+    """depth: plans in flight when a plan is made, that one included. 1 commits every tick at
+    once.
+    """
+    scheduler, device = Scheduler(shape, max_queue=10**9), FakeDevice(shape)
+    run = Run([], {}, {}, {}, [], scheduler, device)
+    cancelled: set[int] = set()
+    flights: deque[tuple[Plan, object]] = deque()
+    slots: dict[int, int] = {}  # slot -> request id
+    last = max([*load.arrivals, *load.cancels], default=0)
+
+    def commit() -> None:
+        for event in scheduler.commit(*flights.popleft()):
+            run.events.setdefault(event.request_id, []).append(event)
+            if event.request_id in cancelled:
+                run.after_cancel.append(event)
+
+    for tick in range(max_ticks):
+        for request in load.arrivals.get(tick, ()):
+            scheduler.add(request)
+        for request_id in load.cancels.get(tick, ()):
+            scheduler.cancel(request_id)
+            cancelled.add(request_id)
+        if tick > last and scheduler.idle:
+            break
+        plan = scheduler.plan(tick)
+        run.plans.append(plan)
+        for admit in plan.admits:
+            slots[admit.slot] = admit.sampling.seed
+            run.admitted[admit.sampling.seed] = tick
+        for page in plan.pages:
+            run.first_page.setdefault(slots[page.slot], tick)
+        flights.append((plan, device.result(plan)))
+        if len(flights) == depth:
+            commit()
+    else:
+        raise AssertionError(f"not idle after {max_ticks} ticks")
+    while flights:
+        commit()
+    return run

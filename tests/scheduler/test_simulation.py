@@ -1,0 +1,132 @@
+"""The scheduler against a model of the device: thousands of random arrivals and cancels."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3serve.scheduler.policy import BUSY_STEPS
+from k3serve.types import Finish, TickShape
+from tests.scheduler.fake_device import expected, score
+from tests.scheduler.simulate import Load, Run, random_load, simulate
+
+SHAPE = TickShape(
+    max_slots=4,
+    page_tokens=8,
+    pages_per_tick=2,
+    steps_per_tick=6,
+    rows=1,
+    pages_per_slot=6,
+    num_pages=20,  # less than max_slots * pages_per_slot: requests wait for pages too
+)
+
+
+def check_complete(run: Run, load: Load, shape: TickShape) -> None:
+    """Every request got exactly its own tokens and scores; nothing leaked; nobody starved."""
+    assert not run.after_cancel
+    for request in load.requests.values():
+        tokens, finish = expected(request, shape.max_context)
+        events = run.events.get(request.id, [])
+        got = [token for event in events for token in event.tokens]
+        if request.id in load.cancelled and not (events and events[-1].finish):
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens
+            assert [event.finish for event in events][-1] is finish
+        assert all(event.finish is Finish.NONE for event in events[:-1])
+        check_logprobs(request, events, got)
+        check_scores(request, events, finished=bool(events and events[-1].finish))
+    assert run.scheduler.idle and run.scheduler.counts() == (0, 0)
+    assert not run.device.slots, "a slot was never released"
+    assert run.scheduler._pages.free == shape.num_pages
+    assert not run.scheduler._open and not run.scheduler._in_flight
+    order = [i for i in load.requests if i in run.admitted]
+    assert [run.admitted[i] for i in order] == sorted(run.admitted[i] for i in order)
+    bound = -(-shape.max_slots // shape.pages_per_tick)
+    for request_id, tick in run.first_page.items():
+        assert tick - run.admitted[request_id] < bound
+
+
+def check_logprobs(request, events, got) -> None:
+    top = request.sampling.top_logprobs
+    logprobs = [value for event in events for value in event.logprobs]
+    top_ids = [ids for event in events for ids in event.top_ids]
+    if top is None:
+        assert not logprobs and not top_ids
+        return
+    assert logprobs == [-token / 64 for token in got]
+    assert top_ids == [tuple(token + i for i in range(top)) for token in got]
+    assert all(type(value) is float for value in logprobs)
+
+
+def check_scores(request, events, *, finished: bool) -> None:
+    chunks = [event.prompt_scores for event in events if event.prompt_scores is not None]
+    values = [value for chunk in chunks for value in chunk.logprobs.tolist()]
+    position = 1
+    for chunk in chunks:
+        assert chunk.start == position
+        assert len(chunk.logprobs) == len(chunk.top_ids) == len(chunk.top_logprobs) > 0
+        position += len(chunk.logprobs)
+    if request.sampling.prompt_logprobs is None:
+        assert not chunks
+        return
+    pairs = [score(*pair) for pair in itertools.pairwise(request.prompt)]
+    assert values == (pairs if finished else pairs[: len(values)])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("gap", [0.3, 3.0, 12.0])
+def test_thousands_of_random_requests_all_end_right(depth, gap):
+    load = random_load(seed=int(gap * 10), count=700, shape=SHAPE, gap=gap, cancels=0.2)
+    check_complete(simulate(load, SHAPE, depth=depth), load, SHAPE)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_several_rows_a_step(depth):
+    """Steps that yield 1 to 4 tokens, as drafts will make them."""
+    shape = replace(SHAPE, rows=4)
+    load = random_load(seed=5, count=300, shape=shape, gap=2.0, cancels=0.2)
+    check_complete(simulate(load, shape, depth=depth), load, shape)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 25),
+    gap=st.sampled_from([0.01, 0.5, 4.0]),
+    depth=st.integers(1, 3),
+    max_slots=st.integers(1, 5),
+    page_tokens=st.integers(1, 5),
+    pages_per_tick=st.integers(1, 4),
+    steps_per_tick=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    pages_per_slot=st.integers(1, 6),
+    spare_pages=st.integers(0, 12),
+)
+def test_any_shape_any_load(seed, count, gap, depth, spare_pages, **sizes):
+    shape = TickShape(**sizes, num_pages=sizes["pages_per_slot"] + spare_pages)
+    load = random_load(seed, count, shape, gap=gap, cancels=0.3)
+    check_complete(simulate(load, shape, depth=depth), load, shape)
+
+
+def test_same_inputs_same_plans():
+    load = random_load(seed=1, count=200, shape=SHAPE, gap=1.0, cancels=0.2)
+    assert simulate(load, SHAPE, depth=2).plans == simulate(load, SHAPE, depth=2).plans
+
+
+def test_steps_are_short_exactly_while_somebody_waits():
+    load = random_load(seed=2, count=200, shape=SHAPE, gap=2.0, cancels=0.0)
+    run = simulate(load, SHAPE, depth=1)
+    arrived = admitted = pages_left = 0
+    seen = set()
+    for plan in run.plans:
+        arrived += len(load.arrivals.get(plan.tick, ()))
+        admitted += len(plan.admits)
+        pages_left += sum(SHAPE.pages_for(admit.prompt_len) for admit in plan.admits)
+        waits = bool(plan.pages) or pages_left > len(plan.pages) or arrived > admitted
+        pages_left -= len(plan.pages)
+        assert plan.decode_steps in (0, BUSY_STEPS if waits else SHAPE.steps_per_tick)
+        seen.add((waits, plan.decode_steps))
+    assert {(True, BUSY_STEPS), (False, SHAPE.steps_per_tick)} <= seen

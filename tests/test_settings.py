@@ -1,0 +1,65 @@
+"""Settings: every refusal names the flag, the value and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from k3serve.errors import ConfigError
+from k3serve.settings import ServeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"port": 70000}, ["--port 70000", "0 to 65535"]),
+        ({"max_slots": 0}, ["--max-slots 0", "1 to"]),
+        ({"page_tokens": 24}, ["--page-tokens 24", "multiple of 16"]),
+        ({"context": 8}, ["--context 8"]),
+        ({"dtype": "fp8"}, ["--dtype fp8", "float32"]),
+        ({"tick_timeout_s": 0.0}, ["--tick-timeout 0.0", "positive"]),
+        ({"hosts": 2, "num_hosts": 2}, ["--hosts 2", "--num-hosts"]),
+        ({"host_id": 1}, ["--num-hosts"]),
+        ({"num_hosts": 2, "host_id": 0}, ["--coordinator"]),
+        ({"num_hosts": 2, "host_id": 2, "coordinator": "a:1"}, ["--host-id 2", "0 to 1"]),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeConfig(**settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_context_is_cut_into_pages() -> None:
+    shape = ServeConfig(context=100, page_tokens=64, max_slots=3).tick_shape(2048)
+    assert (shape.pages_per_slot, shape.num_pages, shape.max_context) == (2, 6, 128)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--context 4096.*2048"):
+        ServeConfig(context=4096).tick_shape(2048)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "k3serve", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_answers_without_loading_jax() -> None:
+    code = "import sys, k3serve.__main__; assert 'jax' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    done = run("--help")
+    assert done.returncode == 0 and "serve" in done.stdout and "score" in done.stdout
+    assert "--max-slots" in run("serve", "--help").stdout
+
+
+def test_a_bad_flag_is_one_line_and_status_2() -> None:
+    done = run("--port", "99999")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "k3serve: --port 99999: must be 0 to 65535"
