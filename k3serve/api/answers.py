@@ -134,7 +134,7 @@ def deliver(
         if answer.include_usage:
             events.send([answer.chunk(None)])
         events.done()
-    except (ClientGone, OSError):
+    except ClientGone:
         raise
     except Exception as error:
         if not events.started:

@@ -13,7 +13,7 @@ from types import TracebackType
 from k3serve.api.context import Context
 from k3serve.api.exchange import ClientGone
 from k3serve.errors import Overloaded, RequestError
-from k3serve.types import Finish, Outbox, Request, TokenEvent
+from k3serve.types import Finish, Outbox, Request, State, TokenEvent
 
 _SWEEP_S = 0.02  # how long one quiet sequence can hide news of the others
 
@@ -25,6 +25,15 @@ class _Open:
     request: Request
     outbox: Outbox
     last_event_s: float = 0.0  # 0: none yet
+
+
+def _failed(reason: str) -> RequestError:
+    return RequestError(
+        f"the server failed while it generated: {reason}",
+        status=503,
+        code="server_failed",
+        retry_after_s=5.0,
+    )
 
 
 class Group:
@@ -104,14 +113,11 @@ class Group:
         entry = self._open[index]
         event = entry.outbox.get(timeout_s)
         if event is None:
+            if timeout_s and self._context.executor.state() is State.FAILED:
+                raise _failed("it lost a host")  # should its last event not have reached us
             return None
         if event.finish is Finish.ERROR:
-            raise RequestError(
-                f"the server failed while it generated: {event.error or 'unknown reason'}",
-                status=503,
-                code="server_failed",
-                retry_after_s=5.0,
-            )
+            raise _failed(event.error or "unknown reason")
         if event.finish is Finish.CANCELLED:
             raise RequestError(
                 "the server is shutting down and ended this request",

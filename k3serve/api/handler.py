@@ -14,6 +14,7 @@ import time
 import uuid
 from email.utils import formatdate
 from http import HTTPStatus
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         self.request_id = f"req-{uuid.uuid4().hex}"
         self.command, self.path, self.requestline = "-", "-", ""
         self.request_version = "HTTP/1.0"
+        self.headers = HTTPMessage()  # not those of the request before
         try:
             self._timed.deadline = time.monotonic() + self.settings.idle_timeout_s
             if not self._reader.peek(1):
@@ -117,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         except TimeoutError:
             self.close_connection = True
             reply = error_reply(self._timed_out())
-        except (ClientGone, OSError):
+        except (ClientGone, ConnectionError):
             raise
         except RecursionError:
             reply = error_reply(RequestError("the request is nested too deeply"))
@@ -251,7 +253,7 @@ class Handler(BaseHTTPRequestHandler):
     def _cors_origin(self) -> str | None:
         """What Access-Control-Allow-Origin should say to this request, if anything."""
         allowed = self.settings.cors_origins
-        origin = self.headers.get("Origin") if self.headers is not None else None
+        origin = self.headers.get("Origin")
         if not origin or not allowed:
             return None
         if "*" in allowed:
@@ -293,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
             f"Date: {formatdate(usegmt=True)}\r\n",
             f"x-request-id: {self.request_id}\r\n",
         ]
-        if origin := self._cors_origin() if hasattr(self, "headers") else None:
+        if origin := self._cors_origin():
             lines.append(f"Access-Control-Allow-Origin: {_SAFE_HEADER.sub('?', origin)}\r\n")
             lines.append("Access-Control-Expose-Headers: x-request-id, x-k3serve-ignored\r\n")
             if origin != "*":

@@ -52,10 +52,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 _MAX_LISTED = 20
+_MAX_FIELDS = 1000
 
 
 def sort_out(data: dict[str, Any], known: frozenset[str]) -> tuple[dict[str, Any], list[str]]:
     """(the known fields that are not null, names of ignored ones); RequestError for the rest."""
+    if len(data) > _MAX_FIELDS:
+        raise RequestError(
+            f"the body has {len(data)} fields; at most {_MAX_FIELDS} are taken", code="bad_request"
+        )
     kept, unknown, ignored = {}, [], []
     for name, value in data.items():
         if value is None:  # null means absent, for every field

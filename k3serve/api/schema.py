@@ -28,7 +28,7 @@ def _number(low: float, high: float, text: str) -> Any:
     return Field(ge=low, le=high, allow_inf_nan=False, description=text)
 
 
-Count = Annotated[int, Field(ge=0, description="an integer, 0 or more")]
+Count = Annotated[int, Field(ge=0, lt=2**64, description="an integer, 0 or more and below 2**64")]
 Flag = Annotated[bool, Field(description="true or false")]
 Text = Annotated[str, Field(description="a string")]
 TopCount = Annotated[

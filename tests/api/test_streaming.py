@@ -275,6 +275,17 @@ def test_failure_in_mid_stream_is_a_frame_and_no_clean_end(served: Served, chat:
         assert served.complete(prompt="x").status == 503  # not streamed: the status itself
 
 
+def test_failed_server_whose_last_event_got_lost(served: Served) -> None:
+    def script(request: Request) -> Any:
+        served.executor.now = State.FAILED
+        yield threading.Event()  # nothing ever comes
+
+    served.executor.script = script
+    got = served.complete(prompt="x")
+    assert got.status == 503 and got.error["code"] == "server_failed"
+    assert got.headers["x-should-retry"] is None
+
+
 def test_cancelled_by_a_drain(served: Served) -> None:
     served.executor.script = lambda r: [TokenEvent(r.id, finish=Finish.CANCELLED)]
     got = served.complete(prompt="x")
