@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,3 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def error_of(error: urllib.error.HTTPError) -> dict[str, Any]:
-    return json.loads(error.read())["error"]
