@@ -48,10 +48,10 @@ def serve(config: ServeConfig) -> int:
     except HostFailure as error:
         log.error("host failure: %s", error)
         status = 1
-    if jax.process_count() > 1:
-        # JAX's shutdown barrier waits for dead peers: only a clean end may enter it
-        if status == 0:
-            jax.distributed.shutdown()
+    if status == 0 and jax.process_count() > 1:
+        jax.distributed.shutdown()  # a barrier: all hosts saw the stop and come here
+    if status != 0 or jax.process_count() > 1:
+        # after a failure JAX's own clean-up waits for dead peers or for a tick that hangs
         _exit_now(status)
     return status
 
@@ -84,7 +84,7 @@ def build_engine(config: ServeConfig) -> Engine:
     target = TargetConfig.from_dir(config.checkpoint)
     shape = config.tick_shape(target.max_position)
     on_cpu = jax.devices()[0].platform == "cpu"
-    mesh = make_mesh(config.ranks if jax.process_count() == 1 else None)
+    mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = _dtype(config.dtype, on_cpu)
     started = time.monotonic()
     weights = load(

@@ -29,10 +29,10 @@ class HostGroup:
 def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
     """Starts JAX for this host; must come before any other use of a device.
 
-    cpu_ranks: how many virtual devices a CPU host shows. Raises HostFailure naming the address when
+    cpu_ranks: how many virtual devices a CPU host shows at least. Raises HostFailure naming the address when
     not all hosts arrive within connect_timeout_s.
     """
-    if cpu_ranks is not None:
+    if cpu_ranks is not None and _cpu_devices() < cpu_ranks:
         jax.config.update("jax_num_cpu_devices", cpu_ranks)
     if group.num_hosts == 1:
         return
@@ -64,16 +64,23 @@ def _on_pod() -> bool:
     return any(env.is_env_present() for env in ClusterEnv._cluster_types)
 
 
-def make_mesh(ranks: int | None = None) -> Mesh:
-    """All devices of all hosts in process order; `ranks` limits a single host to the first ones."""
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    if ranks is not None:
-        if ranks > len(devices):
-            raise ConfigError(f"--ranks {ranks}: only {len(devices)} devices are there")
-        if jax.process_count() > 1 and ranks != len(devices):
-            raise ConfigError(f"--ranks {ranks}: several hosts use all {len(devices)} devices")
-        devices = devices[:ranks]
-    return Mesh(np.array(devices), (RANK,))
+def _cpu_devices() -> int:
+    return int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+
+
+def make_mesh(ranks_per_host: int | None = None) -> Mesh:
+    """The first ranks_per_host devices of every host (None: all), in process order."""
+    by_host: dict[int, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
+        by_host.setdefault(device.process_index, []).append(device)
+    if ranks_per_host is not None:
+        for host, devices in by_host.items():
+            if ranks_per_host > len(devices):
+                raise ConfigError(
+                    f"--ranks {ranks_per_host}: host {host} has only {len(devices)} devices"
+                )
+    chosen = [d for devices in by_host.values() for d in devices[:ranks_per_host]]
+    return Mesh(np.array(chosen), (RANK,))
 
 
 def wait_for_all_hosts(timeout_s: float) -> None:

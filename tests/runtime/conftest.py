@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,8 @@ from k3serve.runtime.engine import Engine
 from k3serve.settings import ServeConfig
 from k3serve.types import Finish, Request, Sampling
 from tests.serving import TINY_CHAT
+
+jax.config.update("jax_num_cpu_devices", 4)
 
 CONFIG = ServeConfig(
     checkpoint=TINY_CHAT, context=512, max_slots=4, page_tokens=32, allow_reserved=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from k3serve import wire
 from k3serve.lockstep.plan import pack
 from k3serve.runtime.engine import Engine
 from k3serve.types import Finish, Plan, Sampling
-from tests.runtime.conftest import Answer, Runner
+from tests.runtime.conftest import CONFIG, Answer, Runner
 from tests.serving import TINY_CHAT
 
 GOLDENS = json.loads((TINY_CHAT / "chat_goldens.json").read_text())
@@ -206,3 +207,15 @@ def test_prompt_scores_equal_the_score_command_bit_for_bit(engine: Engine, runne
     engine.compilations.reset()  # score compiles its own program
     for i, answer in enumerate(answers):
         assert answer.prompt_logprobs == offline[f"logprobs_{i}"][1:].tolist(), i
+
+
+# ------------------------------------------------------------------------------------- ranks
+
+
+def test_two_ranks_in_one_process_keep_the_goldens(engine: Engine) -> None:
+    from k3serve.app import build_engine
+
+    two = Runner(build_engine(replace(CONFIG, ranks=2)))
+    engine.compilations.reset()  # the second engine's own program
+    answers = two.run([(g["prompt_ids"], greedy(24)) for g in GOLDENS])
+    assert [a.tokens for a in answers] == [g["greedy_ids"] for g in GOLDENS]
