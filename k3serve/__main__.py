@@ -6,6 +6,7 @@ Rule: only parsing and dispatch here; JAX is imported by the verbs, so that --he
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,6 +17,7 @@ from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestErr
 from k3serve.settings import DTYPES, EXPERT_FORMATS, NANO, ServeConfig
 
 VERBS = ("serve", "score")
+API_KEYS = "K3SERVE_API_KEYS"  # the environment variable
 
 SERVE_HELP = """\
 Serves one model over an OpenAI-compatible HTTP API.
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: dict[str, Any]) -> int:
+    options["api_keys"] = options["api_keys"] or _names_of(os.environ.get(API_KEYS, ""))
     config = ServeConfig(**options)
     if config.hosts is not None and config.hosts > 1:
         from k3serve.local_hosts import run_hosts
@@ -122,7 +125,9 @@ def _add_serve(verbs: Any) -> None:
     add(http, "port", int, "N", "port to listen on; 0 picks a free one")
     add(http, "served-model-name", _names, "A[,B]", "names clients may use; the first is reported",
         dest="served_model_names")  # fmt: skip
-    add(http, "api-key", _names, "K[,L]", "keys clients must send", dest="api_keys")
+    add(http, "api-key", _names, "K[,L]",
+        f"keys clients must send; better put in {API_KEYS}, which ps does not show",
+        dest="api_keys")  # fmt: skip
     add(http, "allowed-origin", _names, "O[,P]", "CORS origins allowed (off without)",
         dest="allowed_origins")  # fmt: skip
     add(http, "max-body-mib", int, "N", "largest request body")
@@ -171,8 +176,12 @@ def _add_score(verbs: Any) -> None:
     score.add_argument("--ranks", type=int, default=None, metavar="N", help="devices to use")
 
 
+def _names_of(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    names = _names_of(text)
     if not names:
         raise argparse.ArgumentTypeError("must hold at least one name")
     return names

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 DATA = Path(__file__).parent / "data"
 TINY_CHAT = DATA / "k3_tiny_chat"
@@ -91,19 +92,11 @@ class Server:
 
     def children(self) -> list[int]:
         """Process ids of the hosts that this process started."""
-        listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
-        )
-        return [int(pid) for pid in listed.stdout.split()]
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
 
 
 def is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return not Path(f"/proc/{pid}/stat").read_text().split(") ")[1].startswith("Z")
-
-
-def error_of(error: urllib.error.HTTPError) -> dict[str, Any]:
-    return json.loads(error.read())["error"]

@@ -28,8 +28,8 @@ RANKS = {
     "api": 3,
     "lockstep": 3,
     "score": 3,
+    "local_hosts": 3,
     "app": 4,
-    "local_hosts": 4,
     "__main__": 5,
 }
 RANK0_AMONG_THEMSELVES = {"types", "errors", "wire", "config", "settings", "metrics"}

@@ -160,47 +160,79 @@ def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
     """
     q, k, v, g = (jnp.swapaxes(a, 0, 1) for a in (rows.q, rows.k, rows.v, rows.g))  # [H, C, K]
     beta = rows.beta.T[..., None]  # [H, C, 1]
-    total = jnp.cumsum(g, axis=1)
-    a_qk, a_kk = pair_products(q, k, total)
+    decay = sub_block_decays(g)
+    a_qk, a_kk = pair_products(q, k, decay)
     size = k.shape[1]
     row, col = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
     a_qk = jnp.where(col <= row, a_qk, 0.0)
     lower = jnp.where(col < row, beta * a_kk, 0.0) + jnp.eye(size, dtype=F32)
-    decayed = jnp.exp(total)
-    right = beta * jnp.concatenate([v, k * decayed], axis=-1)
+    from_start = jnp.exp((decay.local + decay.before[:, :, None]).reshape(k.shape))
+    to_end = jnp.exp((decay.suffix + decay.after[:, :, None]).reshape(k.shape))
+    right = beta * jnp.concatenate([v, k * from_start], axis=-1)
     solved = lax.linalg.triangular_solve(
         lower, right, left_side=True, lower=True, unit_diagonal=True
     )
     u, weights = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     delta = u - einsum_f32("hck,hkv->hcv", weights, s)
-    o = einsum_f32("hck,hkv->hcv", q * decayed, s) + einsum_f32("hcj,hjv->hcv", a_qk, delta)
-    last = total[:, -1:]
-    grown = einsum_f32("hck,hcv->hkv", k * jnp.exp(last - total), delta)
-    return jnp.exp(last[:, 0])[..., None] * s + grown, jnp.swapaxes(o, 0, 1)
+    o = einsum_f32("hck,hkv->hcv", q * from_start, s) + einsum_f32("hcj,hjv->hcv", a_qk, delta)
+    grown = einsum_f32("hck,hcv->hkv", k * to_end, delta)
+    return from_start[:, -1][..., None] * s + grown, jnp.swapaxes(o, 0, 1)
 
 
-def pair_products(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
+@struct.dataclass
+class SubBlockDecays:
+    """Sums of log decays, each added up directly: a difference of two long sums would lose digits
+    behind strong gates.
+    """
+
+    local: Any  # [H, blocks, 16, K] from the sub-block's start, the row included
+    suffix: Any  # [H, blocks, 16, K] of the rows after, to the sub-block's end
+    before: Any  # [H, blocks, K] of all earlier sub-blocks
+    after: Any  # [H, blocks, K] of all later ones
+    between: Any  # [H, I, J, K] of those after J and before I
+
+
+def sub_block_decays(g: Array) -> SubBlockDecays:
+    """g [H, C, K]."""
+    heads, size, width = g.shape
+    g = g.reshape(heads, size // SUB, SUB, width)
+    local = jnp.cumsum(g, axis=2)
+    backward = lax.cumsum(g, axis=2, reverse=True)
+    suffix = jnp.pad(backward[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    b = jnp.arange(size // SUB)
+    earlier = b[:, None] > b  # [I, J]: J lies before I
+    inside = (earlier[:, None] & earlier.T[None]).astype(F32)  # [I, J, B]: J < B < I
+
+    def added(mask: Array) -> Array:
+        return einsum_f32("...b,hbk->h...k", mask.astype(F32), local[:, :, -1])
+
+    return SubBlockDecays(local, suffix, added(earlier), added(earlier.T), added(inside))
+
+
+def pair_products(q: Array, k: Array, decay: SubBlockDecays) -> tuple[Array, Array]:
     """A_qk and A_kk [H, C, C]: sum over channels of x_i k_j e^(G_i - G_j); right for j <= i, any
     number above.
 
-    Between sub-blocks, G at the first row of i's sub-block splits the exponent in two parts that
-    are <= 0. Inside one, the differences are formed pair by pair.
+    Between sub-blocks I > J, the exponent is split at the first row of I into two parts that are <=
+    0. Inside one, the differences are formed pair by pair.
     """
     heads, size, width = k.shape
     blocks = size // SUB
-    g = total.reshape(heads, blocks, SUB, width)
     both = jnp.stack([q, k], axis=1).reshape(heads, 2, blocks, SUB, width)
-    first = g[:, :, 0]  # [H, blocks, K]
+    by_block = k.reshape(heads, blocks, SUB, width)
+    local = decay.local
+    first = local[:, :, :1]
 
-    earlier = (jnp.arange(size) < SUB * jnp.arange(blocks)[:, None])[None, :, :, None]
-    exponent = jnp.where(earlier, first[:, :, None] - total[:, None], -jnp.inf)
-    columns = k[:, None] * jnp.exp(exponent)  # [H, blocks, C, K]
-    rows = both * jnp.exp(g - first[:, :, None])[:, None]
+    earlier = jnp.arange(blocks)[:, None] > jnp.arange(blocks)
+    exponent = first[:, :, None] + decay.between[:, :, :, None] + decay.suffix[:, None]
+    exponent = jnp.where(earlier[None, :, :, None, None], exponent, -jnp.inf)
+    columns = (by_block[:, None] * jnp.exp(exponent)).reshape(heads, blocks, size, width)
+    rows = both * jnp.exp(local - first)[:, None]
     across = einsum_f32("hxbik,hbjk->hxbij", rows, columns).reshape(heads, 2, size, size)
 
     ordered = (jnp.arange(SUB)[:, None] >= jnp.arange(SUB))[..., None]
-    exponent = jnp.where(ordered, g[:, :, :, None] - g[:, :, None], -jnp.inf)
-    pairs = jnp.exp(exponent) * k.reshape(heads, blocks, 1, SUB, width)  # [H, blocks, i, j, K]
+    exponent = jnp.where(ordered, local[:, :, :, None] - local[:, :, None], -jnp.inf)
+    pairs = jnp.exp(exponent) * by_block[:, :, None]  # [H, blocks, i, j, K]
     within = jnp.sum(both[:, :, :, :, None] * pairs[:, None], axis=-1)  # [H, 2, blocks, i, j]
     diagonal = jnp.eye(blocks, dtype=bool)[:, None, :, None]
     tiled = jnp.where(diagonal, within[:, :, :, :, None, :], 0.0).reshape(heads, 2, size, size)

@@ -33,6 +33,10 @@ def dot(x: Array, w: Array) -> Array:
 
 def einsum_f32(spec: str, *operands: Array) -> Array:
     """einsum of float32 or compute-dtype operands with a float32 result."""
+    if jax.default_backend() == "cpu":
+        # XLA's CPU runtime knows no batched bf16 x bf16 -> f32 product; products of bf16 are exact
+        # in float32
+        operands = tuple(o.astype(F32) for o in operands)
     precision = HIGHEST if all(o.dtype == F32 for o in operands) else None
     return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=F32)
 

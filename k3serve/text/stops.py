@@ -59,7 +59,7 @@ class StopMatcher:
         return ready, None
 
     def flush(self) -> str:
-        """The held-back text once no more comes.
+        """The held-back text once no more comes; without a hit, later text starts afresh.
 
         A stop that was complete while one with an earlier start was still possible counts now: look
         at `hit` afterwards.
@@ -67,6 +67,7 @@ class StopMatcher:
         if self._best:
             return self._finish()
         ready, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return ready
 
     def _step(self, char: str, end: int) -> None:

@@ -191,3 +191,18 @@ def test_a_second_hosts_words_are_seen(engine: Engine, runner: Runner) -> None:
     result = engine.read(engine.dispatch(vector + noise))
     runner.loop.tick += 1
     assert wire.result_layout(engine.shape).array(result, "fault") == wire.Fault.CHECKSUM
+
+
+# --------------------------------------------------------------------------- the score command
+
+
+def test_prompt_scores_equal_the_score_command_bit_for_bit(engine: Engine, runner: Runner) -> None:
+    from k3serve.score import score
+
+    sequences = [p for p in prompts(10, seed=4) if len(p) > 1]
+    answers = runner.run([(p, greedy(1, prompt_logprobs=1)) for p in sequences])
+    lines = [{"tokens": p} for p in sequences]
+    offline = score(TINY_CHAT, lines, page_tokens=engine.shape.page_tokens)
+    engine.compilations.reset()  # score compiles its own program
+    for i, answer in enumerate(answers):
+        assert answer.prompt_logprobs == offline[f"logprobs_{i}"][1:].tolist(), i

@@ -139,6 +139,15 @@ def test_a_named_choice_declares_that_tool_alone_and_requires_a_call() -> None:
     )
 
 
+def test_a_named_choice_may_be_a_tool_that_was_declared_later() -> None:
+    messages = [{"role": "system", "tools": [TOOL]}, USER]
+    other = {"type": "function", "function": {"name": "g"}}
+    named = {"type": "function", "function": {"name": "f"}}
+    assert render(messages, tools=[other], tool_choice=named) == render(
+        messages, tool_choice="required"
+    )
+
+
 def test_auto_choice_no_tools_and_plain_text_format_add_nothing() -> None:
     assert render([USER], tools=[], tool_choice="auto", response_format={"type": "text"}) == render(
         [USER]

@@ -47,6 +47,14 @@ def test_the_hit_comes_with_the_piece_that_completes_it_and_nothing_after() -> N
     assert matcher.flush() == ""
 
 
+def test_after_a_flush_text_starts_afresh() -> None:
+    """No stop string spans two channels: between them the text is flushed."""
+    matcher = StopMatcher(["own fox"])
+    assert [matcher.feed("own")[0], matcher.flush()] == ["", "own"]
+    assert matcher.feed(" fox own") == (" fox ", None)
+    assert matcher.feed(" fox") == ("", "own fox")
+
+
 def test_include_delivers_the_stop() -> None:
     assert run(["own fox"], ["br", "own f", "ox!"], include=True)[0] == ["br", "", "own fox", ""]
 
