@@ -62,7 +62,9 @@ def error_reply(error: RequestError, headers: tuple[tuple[str, str], ...] = ()) 
         headers = (*headers, ("Retry-After", str(max(1, math.ceil(error.retry_after_s)))))
     elif error.status >= 500:  # both SDKs repeat any 5xx; this one would fail again
         headers = (*headers, ("x-should-retry", "false"))
-    return Reply(error.status, dumps(envelope(error)), headers=headers, note=error.code or "")
+    return Reply(
+        error.status, dumps(envelope(error)), headers=headers, note=error.code or error.param or ""
+    )
 
 
 def internal_error() -> RequestError:

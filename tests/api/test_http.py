@@ -166,6 +166,17 @@ def test_413_announced_and_chunked(start_server: Any) -> None:
     assert not served.executor.submitted[1:]
 
 
+def test_413_reaches_a_client_that_sends_everything_first(start_server: Any) -> None:
+    """A connection closed with unread bytes is reset, and most clients never see the answer."""
+    served = start_server(max_body_bytes=1000)
+    body = b"x" * 20_000_000  # more than the sockets' buffers hold
+    with served.raw() as sock:
+        sock.sendall(post(body))
+        sock.shutdown(socket.SHUT_WR)
+        answer = sock.recv(12)
+    assert answer == b"HTTP/1.1 413"
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", HEALTH[:-2], post()[:-3]])
 def test_slow_client_is_cut_off(start_server: Any, sent: bytes) -> None:
     served = start_server(idle_timeout_s=0.2, request_timeout_s=0.2)
