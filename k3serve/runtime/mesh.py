@@ -29,8 +29,8 @@ class HostGroup:
 def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
     """Starts JAX for this host; must come before any other use of a device.
 
-    cpu_ranks: how many virtual devices a CPU host shows at least. Raises HostFailure naming the address when
-    not all hosts arrive within connect_timeout_s.
+    cpu_ranks: how many virtual devices a CPU host shows, at least. Raises HostFailure naming the
+    address when not all hosts arrive within connect_timeout_s.
     """
     if cpu_ranks is not None and _cpu_devices() < cpu_ranks:
         jax.config.update("jax_num_cpu_devices", cpu_ranks)
