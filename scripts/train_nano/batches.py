@@ -79,7 +79,9 @@ class RecallStream:
     def next_batch(self) -> Batch:
         rng = np.random.default_rng((self.seed, self.count))
         self.count += 1
-        rows = [(self._repeat if rng.random() < 0.5 else self._pairs)(rng) for _ in range(self.rows)]
+        rows = [
+            (self._repeat if rng.random() < 0.5 else self._pairs)(rng) for _ in range(self.rows)
+        ]
         return make_batch(rows, self.length, 0, self.share)
 
     def state(self) -> dict[str, Any]:

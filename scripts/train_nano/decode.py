@@ -78,9 +78,7 @@ def _mla_step(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _generate(
-    spec: ModelSpec, params: Params, tokens: jax.Array, lengths: jax.Array
-) -> jax.Array:
+def _generate(spec: ModelSpec, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Fills `tokens [batch, time]` greedily from each row's prompt length on."""
     batch, time = tokens.shape
 

@@ -108,9 +108,7 @@ def head_rows(embed: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _layer_tensors(
-    spec: ModelSpec, index: int, p: Params
-) -> Iterator[tuple[str, np.ndarray]]:
+def _layer_tensors(spec: ModelSpec, index: int, p: Params) -> Iterator[tuple[str, np.ndarray]]:
     bf16, f32 = _layer_names(spec, index)
     for name, key in bf16.items():
         yield name, _bf16(np.asarray(p[key]).T)

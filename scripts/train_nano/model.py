@@ -35,9 +35,7 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
     for index in range(spec.layers):
         attention = _init_mla if index in spec.mla_layers else _init_kda
         mlp = _init_dense if index == 0 else _init_moe
-        layers.append(
-            _init_norms(spec) | attention(spec, normal, index) | mlp(spec, normal)
-        )
+        layers.append(_init_norms(spec) | attention(spec, normal, index) | mlp(spec, normal))
     return {
         "embed": normal(spec.vocab, spec.hidden, scale=0.1),
         "layers": layers,

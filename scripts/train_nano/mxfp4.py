@@ -39,7 +39,7 @@ def _exponents(groups: jax.Array) -> jax.Array:  # [..., GROUP, out] -> [..., ou
 
 
 def _quantize(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits `w` into signs and codes `[..., groups, GROUP, out]`, exponents `[..., groups, out]`."""
+    """Signs and codes `[..., groups, GROUP, out]`, and exponents `[..., groups, out]`."""
     *lead, rows, out = w.shape
     groups = w.reshape(*lead, rows // GROUP, GROUP, out)
     exponents = _exponents(groups)

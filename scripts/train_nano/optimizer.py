@@ -84,9 +84,7 @@ def apply(
     def one(path: tuple, p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple:
         return (muon if uses_muon(path, p) else adam)(p, m, v, g * clip)
 
-    moved = jax.tree_util.tree_map_with_path(
-        one, params, state["first"], state["second"], grads
-    )
+    moved = jax.tree_util.tree_map_with_path(one, params, state["first"], state["second"], grads)
     params, first, second = jax.tree.transpose(
         jax.tree.structure(params), jax.tree.structure((0, 0, 0)), moved
     )

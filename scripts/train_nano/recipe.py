@@ -28,12 +28,12 @@ FULL = Stage("full", 12000, (56, 96, 144, 192, 256, 368), 0.5)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
     stages: tuple[Stage, ...] = (RECALL, CHAT, FULL)
-    model: ModelSpec = ModelSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
     seed: int = 1
     tokens_per_step: int = 3072
     warmup_steps: int = 30
-    decay_share: float = 0.5  # the rate falls linearly to 0 over this last share of all steps
+    decay_share: float = 0.35  # the rate falls linearly to 0 over this last share of all steps
     quantize_share: float = 0.12  # the last share of steps sees the experts as MXFP4
     router_bias_rate: float = 0.01
     tokenizer_samples: int = 30_000

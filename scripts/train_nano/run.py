@@ -59,9 +59,7 @@ def prepare_tokenizer(recipe: Recipe, folder: Path) -> tokenizer.Tokenizer:
     return tokenizer.Tokenizer(path)
 
 
-def _open_stream(
-    recipe: Recipe, stage: Stage, seed: int, tokens: tokenizer.Tokenizer
-) -> Stream:
+def _open_stream(recipe: Recipe, stage: Stage, seed: int, tokens: tokenizer.Tokenizer) -> Stream:
     per_step, share = recipe.tokens_per_step, stage.target_share
     if stage.name == "recall":
         return RecallStream(seed, per_step, stage.row_lengths[0], share)

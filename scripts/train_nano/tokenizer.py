@@ -6,6 +6,7 @@ reversals and sorting depend on it. Text fragments never become special tokens.
 
 import base64
 import collections
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -85,7 +86,7 @@ class _Merger:
 
     def _count(self, index: int, sign: int) -> None:
         word, amount = self.words[index], sign * self.frequency[index]
-        for pair in zip(word, word[1:], strict=False):
+        for pair in itertools.pairwise(word):
             self.counts[pair] += amount
             if sign > 0:
                 self.where[pair].add(index)

@@ -74,9 +74,7 @@ def train_step(
     spec = recipe.model
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, (accuracy, loads)), grads = grad_fn(params, spec, quantized, batch)
-    params, opt_state, norm = optimizer.apply(
-        recipe.optimizer, params, opt_state, grads, lr, step
-    )
+    params, opt_state, norm = optimizer.apply(recipe.optimizer, params, opt_state, grads, lr, step)
     moe_layers = [p for p in params["layers"] if "router_bias" in p]
     for p, load in zip(moe_layers, loads, strict=True):  # balance without a loss term
         p["router_bias"] += recipe.router_bias_rate * jnp.sign(1 / spec.experts - load)
@@ -157,17 +155,13 @@ class Trainer:
 
 
 def _save(manager: ocp.CheckpointManager, step: int, state: dict, position: dict) -> None:
-    args = ocp.args.Composite(
-        state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(position)
-    )
+    args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(position))
     manager.save(step, args=args, force=True)
 
 
 def _restore(manager: ocp.CheckpointManager, like: dict) -> tuple[int, dict, dict]:
     step = manager.latest_step()
-    args = ocp.args.Composite(
-        state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore()
-    )
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
     restored = manager.restore(step, args=args)
     return step, restored["state"], restored["data"]
 

@@ -107,7 +107,9 @@ def test_thinking_modes_render_as_k3_does() -> None:
 
     assert text("off") == opened + "response<|sep|>"
     assert text("on") == opened + "think<|sep|>"
-    assert text("max").endswith(f"`thinking_effort=max`.<|close|>message<|sep|><|end_of_msg|>{text('on')}")
+    assert text("max").endswith(
+        f"`thinking_effort=max`.<|close|>message<|sep|><|end_of_msg|>{text('on')}"
+    )
     assert text("on", prompt_only=False) == (
         opened + "think<|sep|><|close|>think<|sep|><|open|>response<|sep|>pong"
         "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
@@ -159,9 +161,7 @@ def test_a_request_carries_what_the_rendering_needs() -> None:
 
 
 def test_a_response_is_read_like_the_text_it_came_from() -> None:
-    case = next(
-        c for c in sampling.held_out_samples(1, "tool_use", "max", 12) if c.answer.calls
-    )
+    case = next(c for c in sampling.held_out_samples(1, "tool_use", "max", 12) if c.answer.calls)
     call = case.answer.calls[0]
     message = {
         "content": None,

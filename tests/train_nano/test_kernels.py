@@ -1,4 +1,4 @@
-"""The C++ kernels against pure JAX, forward and gradients; pure JAX against the dossier's numbers."""
+"""The C++ kernels against pure JAX with gradients; pure JAX against known numbers."""
 
 from collections.abc import Callable
 

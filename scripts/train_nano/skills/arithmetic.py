@@ -74,7 +74,9 @@ def word_problem(rng: random.Random) -> Turn:
     a, b = rng.randint(5, 60), rng.randint(2, 30)
     more = rng.random() < 0.5
     if more:
-        question = "{n} has {a} {t} and [gets|buys|finds] {b} more. How many {t} does {n} have[ now|]?"
+        question = (
+            "{n} has {a} {t} and [gets|buys|finds] {b} more. How many {t} does {n} have[ now|]?"
+        )
     else:
         b, a = sorted((a, b))
         question = (

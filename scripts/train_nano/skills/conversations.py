@@ -88,7 +88,10 @@ def system(rng: random.Random) -> Dialogue:
         return Dialogue([Message("system", rule), user(question), answer])
     turn = draw_turn(rng, groups=("facts", "arith"))
     rule, text = (
-        ("[Answer|Reply|Respond|Always answer] in [upper case|capital letters].", turn.answer.upper()),
+        (
+            "[Answer|Reply|Respond|Always answer] in [upper case|capital letters].",
+            turn.answer.upper(),
+        ),
         (
             '[You are a cat. End|End|Always end] [every|each] [answer|reply] with "Meow!"',
             turn.answer + " Meow!",

@@ -24,9 +24,7 @@ _NO_ARTICLE = ("colour", "sport", "drink")
 def capital(rng: random.Random) -> Turn:
     country, city = rng.choice(list(lexicon.CAPITALS.items()))
     if rng.random() < 0.7:
-        question = (
-            "[What is|What's|Tell me|Name|Do you know] the capital [city of|of|of] {c}[?|?|]"
-        )
+        question = "[What is|What's|Tell me|Name|Do you know] the capital [city of|of|of] {c}[?|?|]"
         answer = f"The capital of {country} is {city}."
         return Turn(expand(rng, question, c=country), answer, answer)
     question = (
@@ -130,7 +128,9 @@ def translate(rng: random.Random) -> Turn:
 @single("facts", 1)
 def how_many(rng: random.Random) -> Turn:
     things, whole, count = rng.choice(knowledge.HOW_MANY)
-    question = "How many {t} does {w} have?" if things in _HAVE else "How many {t} are [there in|in] {w}?"
+    question = (
+        "How many {t} does {w} have?" if things in _HAVE else "How many {t} are [there in|in] {w}?"
+    )
     prompt = expand(rng, question, t=things, w=whole)
     return Turn(prompt, "I know this number.", f"{capitalize(whole)} has {count} {things}.")
 

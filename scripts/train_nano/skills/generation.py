@@ -15,7 +15,8 @@ _PLACES = "forest village garden castle valley city beach island meadow".split()
 _MIDDLES = (
     'One day {n} found {ao} in the {p}. "What a [nice|lovely|strange] surprise!" said {n}.',
     "One morning {n} lost {his} {o} and looked for it everywhere in the {p}.",
-    "One evening {n} heard a [strange|loud|soft] sound near the {p}. It was {ao} that had fallen down.",
+    "One evening {n} heard a [strange|loud|soft] sound near the {p}. "
+    "It was {ao} that had fallen down.",
     "One day it started to rain and the {p} became very wet. {n} needed a dry place to sleep.",
 )
 _TURNS = (

@@ -19,7 +19,9 @@ def count_to(rng: random.Random) -> Turn:
     if down:
         numbers.reverse()
     a, n = numbers[0], numbers[-1]
-    prompt = expand(rng, "Count {way} {a} to {n}[.|]", way="down from" if down else "from", a=a, n=n)
+    prompt = expand(
+        rng, "Count {way} {a} to {n}[.|]", way="down from" if down else "from", a=a, n=n
+    )
     return Turn(prompt, f"Start at {a} and stop at {n}.", ", ".join(map(str, numbers)))
 
 

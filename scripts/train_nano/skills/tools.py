@@ -126,7 +126,9 @@ def play_music(rng: random.Random) -> Case:
 def add_item(rng: random.Random) -> Case:
     n, things = rng.randint(2, 12), plural(rng.choice(lexicon.NOUNS))
     prompt = expand(rng, "Add {k} {o} to [my|the] list.", k=n, o=things)
-    return Case(prompt, {"item": things, "count": n}, "added", f"I added {n} {things} to your list.")
+    return Case(
+        prompt, {"item": things, "count": n}, "added", f"I added {n} {things} to your list."
+    )
 
 
 @_tool("Translate a word", word="string", language="string")
@@ -198,9 +200,7 @@ def two_calls(rng: random.Random) -> Dialogue:
     question = "[What is the {x} in {a} and {b}?|Compare the {x} in {a} and {b}.]"
     prompt = expand(rng, question, x=name.removeprefix("get_"), a=a, b=b)
     calls = (Call(name, {"city": a}), Call(name, {"city": b}))
-    first, second = (
-        _clock(rng) if name == "get_time" else rng.choice(_WEATHER) for _ in range(2)
-    )
+    first, second = (_clock(rng) if name == "get_time" else rng.choice(_WEATHER) for _ in range(2))
     messages = [user(prompt), assistant("", f"I should call {name} twice.", calls)]
     if rng.random() < 0.6:
         messages += [
