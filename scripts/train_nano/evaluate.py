@@ -1,0 +1,227 @@
+"""Asks held-out prompts and prints which share is answered exactly right, per skill and group.
+
+    python -m scripts.train_nano.evaluate --base-url http://127.0.0.1:8000   # a running server
+    python -m scripts.train_nano.evaluate --checkpoint k3serve/assets/nano   # the files themselves
+
+Rule: greedy decoding, prompts that never occurred in training, and the same cases for both ways of
+asking. Right means equal to the expected text or call; stories, poems and the like only have to
+contain the words that were asked for.
+"""
+
+import argparse
+import collections
+import json
+import random
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from scripts.train_nano import sampling, xtml
+from scripts.train_nano.samples import Call, Message, Sample, Thinking
+
+SEED = 12345
+MAX_NEW_TOKENS = 200
+
+
+class Backend(Protocol):
+    """Something that answers cases."""
+
+    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]: ...
+
+
+# ------------------------------------------------------------------------------------ backends
+
+
+class CheckpointBackend:
+    """Decodes in this process from the exported files, in float32."""
+
+    def __init__(self, folder: Path):
+        from scripts.train_nano import export
+        from scripts.train_nano.spec import ModelSpec
+        from scripts.train_nano.tokenizer import Tokenizer
+
+        self.spec = ModelSpec()
+        self.params = export.load(self.spec, folder)
+        self.tokenizer = Tokenizer(folder / "tiktoken.model")
+
+    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]:
+        from scripts.train_nano import decode
+
+        prompts = [
+            self.tokenizer.encode_fragments(xtml.render(case, prompt_only=True))[0]
+            for case in cases
+        ]
+        written = decode.generate(self.spec, self.params, prompts, MAX_NEW_TOKENS)
+        texts = (self.tokenizer.decode(ids) for ids in written)
+        pairs = zip(cases, texts, strict=True)
+        return [xtml.parse(text, case.thinking != "off") for case, text in pairs]
+
+
+class ServerBackend:
+    """Asks an OpenAI-compatible server over HTTP."""
+
+    def __init__(self, base_url: str, model: str, concurrency: int):
+        self.url = base_url.rstrip("/") + "/v1/chat/completions"
+        self.model, self.concurrency = model, concurrency
+
+    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]:
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            return list(pool.map(self._ask, cases))
+
+    def _ask(self, case: Sample) -> xtml.Reply:
+        data = json.dumps(request_body(case, self.model)).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url, data, headers)
+        with urllib.request.urlopen(request, timeout=600) as response:
+            choice = json.load(response)["choices"][0]
+        return read_choice(choice)
+
+
+def request_body(case: Sample, model: str) -> dict[str, Any]:
+    """The chat-completions request of a case."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": _openai_messages(case.messages[:-1], with_reasoning=case.thinking != "off"),
+        "temperature": 0,
+        "max_tokens": MAX_NEW_TOKENS,
+    }
+    if case.tools:
+        body["tools"] = list(case.tools)
+    if case.thinking == "off":
+        body["chat_template_kwargs"] = {"thinking": False}
+    elif case.thinking != "on":
+        body["reasoning_effort"] = case.thinking
+    return body
+
+
+def _openai_messages(messages: Sequence[Message], with_reasoning: bool) -> list[dict[str, Any]]:
+    converted: list[dict[str, Any]] = []
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role == "tool":
+            item["tool_call_id"] = f"functions.{message.tool}:{message.index - 1}"
+        if message.role == "assistant" and with_reasoning:
+            item["reasoning_content"] = message.think
+        if message.calls:
+            item["tool_calls"] = [_openai_call(i, call) for i, call in enumerate(message.calls)]
+        converted.append(item)
+    return converted
+
+
+def _openai_call(index: int, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"functions.{call.name}:{index}", "type": "function", "function": function}
+
+
+def read_choice(choice: dict[str, Any]) -> xtml.Reply:
+    """The reply in one `choices` entry of a response."""
+    message = choice["message"]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except json.JSONDecodeError:
+            arguments = {"": call["function"]["arguments"]}
+        calls.append(Call(call["function"]["name"], arguments))
+    return xtml.Reply(
+        message.get("content") or "",
+        message.get("reasoning_content") or message.get("reasoning") or "",
+        tuple(calls),
+        finished=choice.get("finish_reason") != "length",
+    )
+
+
+# ------------------------------------------------------------------------------------- scoring
+
+
+def build_cases(
+    per_skill: int, thinking: Sequence[Thinking], groups: Sequence[str] = ()
+) -> list[Sample]:
+    """Held-out cases of every skill (of these groups) in every thinking mode."""
+    names = [n for n in sampling.skill_names() if not groups or sampling.group_of(n) in groups]
+    return [
+        case
+        for name in names
+        for mode in thinking
+        for case in sampling.held_out_samples(SEED, name, mode, per_skill)
+    ]
+
+
+def score(cases: Sequence[Sample], replies: Sequence[xtml.Reply]) -> dict[str, Any]:
+    """Counts of right answers and of cases: per skill and mode, per group, and for all."""
+    tables: dict[str, dict[str, list[bool]]] = {
+        "skills": collections.defaultdict(list),
+        "groups": collections.defaultdict(list),
+    }
+    for case, reply in zip(cases, replies, strict=True):
+        right = sampling.is_right(case, reply)
+        tables["skills"][f"{case.skill} ({case.thinking})"].append(right)
+        for group in (sampling.group_of(case.skill), f"ALL ({case.thinking})", "ALL"):
+            tables["groups"][group].append(right)
+    return {
+        name: {
+            key: {"right": sum(marks), "cases": len(marks), "share": sum(marks) / len(marks)}
+            for key, marks in table.items()
+        }
+        for name, table in tables.items()
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for title in ("skills", "groups"):
+        print(f"\n{title}")
+        for key, row in result[title].items():
+            print(f"  {key:28s} {row['share']:.3f}  {row['right']:4d} of {row['cases']:4d}")
+
+
+def print_failures(cases: Sequence[Sample], replies: Sequence[xtml.Reply], count: int) -> None:
+    pairs = [p for p in zip(cases, replies, strict=True) if not sampling.is_right(*p)]
+    random.Random(1).shuffle(pairs)
+    for case, reply in pairs[:count]:
+        prompt = [m.content for m in case.messages if m.role == "user"][-1]
+        wanted = case.must or case.answer.calls or case.answer.content
+        got = reply.calls or reply.text
+        print(f"\nwrong: {case.skill} ({case.thinking})  {prompt!r}")
+        print(f"  wanted {wanted!r}\n  got    {got!r}  think {reply.think!r}")
+
+
+def report(folder: Path, per_skill: int = 12) -> None:
+    """Evaluates a checkpoint folder and prints the table."""
+    cases = build_cases(per_skill, ("off", "max"))
+    print_table(score(cases, CheckpointBackend(folder).answer(cases)))
+
+
+def main() -> None:
+    args = _parse()
+    cases = build_cases(args.per_skill, args.thinking.split(","), args.groups)
+    if args.base_url:
+        backend: Backend = ServerBackend(args.base_url, args.model, args.concurrency)
+    else:
+        backend = CheckpointBackend(args.checkpoint)
+    replies = backend.answer(cases)
+    result = score(cases, replies)
+    print_failures(cases, replies, args.failures)
+    print_table(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.train_nano.evaluate")
+    add = parser.add_argument
+    add("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
+    add("--checkpoint", type=Path, default=Path("k3serve/assets/nano"), help="else: this folder")
+    add("--model", default="k3-nano", help="model name in requests to the server")
+    add("--per-skill", type=int, default=12, help="cases per skill and thinking mode")
+    add("--thinking", default="off,max", help="modes to test: off, on, low, high, max")
+    add("--concurrency", type=int, default=8, help="requests at a time to the server")
+    add("--groups", nargs="*", default=(), help="only these groups, e.g. chat memory facts")
+    add("--failures", type=int, default=0, help="print this many wrong answers")
+    add("--json", type=Path, help="write the result here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
