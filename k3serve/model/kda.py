@@ -165,18 +165,46 @@ def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
     size = k.shape[1]
     row, col = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
     a_qk = jnp.where(col <= row, a_qk, 0.0)
-    lower = jnp.where(col < row, beta * a_kk, 0.0) + jnp.eye(size, dtype=F32)
+    lower = jnp.where(col < row, beta * a_kk, 0.0)
     from_start = jnp.exp((decay.local + decay.before[:, :, None]).reshape(k.shape))
     to_end = jnp.exp((decay.suffix + decay.after[:, :, None]).reshape(k.shape))
     right = beta * jnp.concatenate([v, k * from_start], axis=-1)
-    solved = lax.linalg.triangular_solve(
-        lower, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = solve_unit_lower(lower, right)
     u, weights = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     delta = u - einsum_f32("hck,hkv->hcv", weights, s)
     o = einsum_f32("hck,hkv->hcv", q * from_start, s) + einsum_f32("hcj,hjv->hcv", a_qk, delta)
     grown = einsum_f32("hck,hcv->hkv", k * to_end, delta)
     return from_start[:, -1][..., None] * s + grown, jnp.swapaxes(o, 0, 1)
+
+
+def solve_unit_lower(lower: Array, right: Array) -> Array:
+    """X with (I + lower) X = right. lower [H, C, C], zero on and above the diagonal; right [H, C,
+    N].
+
+    Own code, for the library's solver calls BLAS on CPU, whose threads fight XLA's: 45 ms for 4
+    heads on 2 busy cores against 0.1 ms (measured).
+    """
+    heads, size, _ = lower.shape
+    blocks = size // SUB
+    tiles = lower.reshape(heads, blocks, SUB, blocks, SUB)
+    diagonal = jnp.stack([tiles[:, i, :, i] for i in range(blocks)], axis=1)
+
+    def row(i: Array, inverse: Array) -> Array:
+        known = jnp.sum(
+            diagonal[:, :, i, :, None] * inverse, axis=2
+        )  # rows from i on have no weight
+        return inverse.at[:, :, i].add(-known)
+
+    identity = jnp.broadcast_to(jnp.eye(SUB, dtype=F32), diagonal.shape)
+    inverse = lax.fori_loop(1, SUB, row, identity)
+    done: list[Array] = []
+    for i in range(blocks):
+        rest = right[:, i * SUB : (i + 1) * SUB]
+        if i:
+            left = lower[:, i * SUB : (i + 1) * SUB, : i * SUB]
+            rest = rest - einsum_f32("hij,hjn->hin", left, jnp.concatenate(done, axis=1))
+        done.append(einsum_f32("hij,hjn->hin", inverse[:, i], rest))
+    return jnp.concatenate(done, axis=1)
 
 
 @struct.dataclass
