@@ -57,7 +57,8 @@ def test_a_token_among_the_best_has_the_same_bits(golden, arrays):
 
 
 def test_only_what_is_asked_for():
-    arrays = score(FOLDER, [{"text": "ab"}], encode=lambda text: [ord(c) for c in text])
+    linear = DATA / "kimi_linear_tiny"
+    arrays = score(linear, [{"text": "ab"}], encode=lambda text: [ord(c) for c in text])
     assert sorted(arrays) == ["greedy_0", "logprobs_0"]
     assert score(FOLDER, []) == {}
 
@@ -114,11 +115,11 @@ def test_two_ranks_and_one_compilation(golden, arrays):
         assert worst(found, expected) < 2e-4
 
 
-@pytest.mark.parametrize(
-    "line",
-    [{}, {"tokens": []}, {"tokens": [640]}, {"tokens": [-1]}, {"tokens": [True]}, {"tokens": "12"}]
-    + [{"text": "a"}, {"text": 3}, {"tokens": [1], "text": "a"}, [1, 2], {"tokens": None}],
-)
+BAD_TOKENS = [[], [640], [-1], [True], "12", None]
+BAD_LINES = [{}, {"text": "a"}, {"text": 3}, {"tokens": [1], "text": "a"}, [1, 2]]
+
+
+@pytest.mark.parametrize("line", [*BAD_LINES, *({"tokens": t} for t in BAD_TOKENS)])
 def test_bad_lines_are_named(line):
     with pytest.raises(RequestError, match="input line 2"):
         score(FOLDER, [{"tokens": [1]}, line])
