@@ -35,6 +35,9 @@ from k3serve.settings import NANO, ServeConfig
 log = logging.getLogger("k3serve")
 
 FAILURE_GRACE_S = 0.5
+ANSWERS_GRACE_S = 5.0  # for answers that are complete but not yet written when the run ends
+# Any thread may take a signal, but its handler runs in the main thread, once that wakes up.
+WAKE_S = 0.2
 
 
 def serve(config: ServeConfig) -> int:
@@ -193,21 +196,32 @@ def lead(engine: Engine, config: ServeConfig) -> int:
     name = model_names(config)[0]
     metrics = Metrics(name)
     leader = start_leader(engine, config, metrics, on_failure=lambda failure: changed.set())
-    if not leader.wait_ready():
-        raise leader.failure or HostFailure("the first tick did not come back")
-    server = start_http(leader, engine, config, metrics)
+    while not leader.wait_ready(WAKE_S):
+        if leader.wait_ended(0.0):
+            raise leader.failure or HostFailure("the first tick did not come back")
+    try:
+        server = start_http(leader, engine, config, metrics)
+    except BaseException:
+        leader.stop()  # else the other hosts would wait for its next tick
+        raise
     _announce(config, server.port, name)
-    changed.wait()
+    _until(changed.wait)
     if leader.failure is not None:
         # the open requests have their error already; give the threads that write it a moment
         time.sleep(FAILURE_GRACE_S)
         raise leader.failure
     log.info("stopping: up to %.0f s for what runs", config.drain_timeout_s)
-    leader.drain(config.drain_timeout_s)
-    server.shutdown()
+    leader.begin_drain(config.drain_timeout_s)
+    _until(leader.wait_ended)
+    server.shutdown(ANSWERS_GRACE_S)
     if leader.failure is not None:
         raise leader.failure
     return 0
+
+
+def _until(wait: Callable[[float], bool]) -> None:
+    while not wait(WAKE_S):
+        pass
 
 
 def start_leader(
@@ -258,11 +272,9 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
         cors_origins=config.allowed_origins,
         max_body_bytes=config.max_body_mib << 20,
     )
-    tokenizer = load_tokenizer(config.checkpoint)
     try:
-        return serve_http(leader, tokenizer, settings, metrics)
+        return serve_http(leader, load_tokenizer(config.checkpoint), settings, metrics)
     except OSError as error:
-        leader.stop()
         raise ConfigError(
             f"--host {config.host} --port {config.port}: cannot listen there ({error}); "
             "stop what uses the port, or choose another (0 picks a free one)"

@@ -7,6 +7,8 @@ Rule: never reads past the body, never keeps more than the limit in memory, and 
 from __future__ import annotations
 
 import io
+import re
+import select
 import socket
 import time
 from email.message import Message
@@ -17,6 +19,7 @@ from k3serve.errors import RequestError
 DRAIN_BYTES = 256 * 1024  # a refused body up to this size is read, to keep the connection
 LINGER_BYTES = 64 * 1024 * 1024
 LINGER_S = 2.0
+_HEADER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00\r\n]*\r?\n")
 
 
 class TimedSocket(io.RawIOBase):
@@ -35,6 +38,26 @@ class TimedSocket(io.RawIOBase):
             raise TimeoutError("request timed out")
         self._sock.settimeout(left)
         return self._sock.recv_into(buffer)
+
+
+class CheckedLines:
+    """The header lines of one request, for http.client's parser. That one takes a line that is no
+    header for the end of them all, and what follows for nothing: a Content-Length there would be
+    overlooked, and the body read as the next request.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def readline(self, limit: int = -1) -> bytes:
+        line = self._stream.readline(limit)
+        too_long = 0 <= limit <= len(line)  # the parser's own error says that better
+        if not too_long and line not in (b"\r\n", b"\n") and not _HEADER.fullmatch(line):
+            raise _refuse(
+                f"bad header line {line[:60]!a}: it must be `Name: value` on one line, without "
+                "blanks before the colon"
+            )
+        return line
 
 
 def _refuse(message: str, status: int = 400, code: str = "bad_framing") -> RequestError:
@@ -133,12 +156,22 @@ class Framing:
         raise _refuse("bad chunked body: too many trailers")
 
 
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are always looked for
+
+
 def client_gone(sock: socket.socket) -> bool:
     """Whether the peer closed or reset.
 
-    A half-closed connection counts as gone. Bytes that a pipelining client sent ahead hide a
-    close until they are read.
+    A half-closed connection counts as gone. Where the system cannot tell (POLLRDHUP is Linux's),
+    bytes that a pipelining client sent ahead hide a close until they are read.
     """
+    if _CLOSED:
+        poll = select.poll()
+        try:
+            poll.register(sock, _CLOSED)
+        except ValueError:  # closed on our side
+            return True
+        return bool(poll.poll(0))
     timeout = sock.gettimeout()
     try:
         sock.settimeout(0)  # with a timeout set, recv would wait before it looks

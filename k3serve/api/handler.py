@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3serve.api import routes
 from k3serve.api.exchange import ClientGone, Exchange, Headers
-from k3serve.api.framing import Framing, TimedSocket, client_gone
+from k3serve.api.framing import CheckedLines, Framing, TimedSocket, client_gone
 from k3serve.api.replies import Reply, dumps, envelope, error_reply, internal_error
 from k3serve.errors import RequestError
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 access_log = logging.getLogger("k3serve.access")
 log = logging.getLogger("k3serve.api")
 
+CHARSETS = ("utf-8", "utf8", "us-ascii")
 BODY_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/plain")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SAFE_HEADER = re.compile(r"[^\x20-\x7e]")
@@ -93,7 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         started = time.monotonic()
         note = ""
         try:
-            note = self._answer_one()
+            with self.server.answering():
+                note = self._answer_one()
         except ClientGone:
             note, self.close_connection = "client gone", True
         except OSError as error:
@@ -140,8 +142,15 @@ class Handler(BaseHTTPRequestHandler):
         if len(self.raw_requestline) > 65536:
             self.send_error(414)
             return False
-        if not self.parse_request():
-            return False
+        self.rfile = CheckedLines(self._reader)  # type: ignore[assignment]  # has all it needs
+        try:
+            if not self.parse_request():
+                return False
+        except RequestError:
+            self.close_connection = True
+            raise
+        finally:
+            self.rfile = self._reader
         if self.request_version == "HTTP/0.9":
             self.send_error(400, "HTTP/0.9 is not supported")
             return False
@@ -226,10 +235,7 @@ class Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Content-Type", "application/json")
         media = given.partition(";")[0].strip().lower() or "application/json"
         charset = self.headers.get_content_charset("utf-8")
-        if not (media in BODY_TYPES or media.endswith("+json")) or charset not in (
-            "utf-8",
-            "us-ascii",
-        ):
+        if not (media in BODY_TYPES or media.endswith("+json")) or charset not in CHARSETS:
             raise RequestError(
                 f"Content-Type {given[:80]!a} is not supported; send application/json",
                 status=415,
@@ -358,7 +364,7 @@ class Handler(BaseHTTPRequestHandler):
         access_log.info(
             "%s %s %s %d %.1fms %s %s",
             self.client_address[0],
-            ascii(self.command[:20])[1:-1],
+            ascii((self.command or "-")[:20])[1:-1],
             ascii(self.path.split("?")[0][:120])[1:-1],
             self.answered or 499,
             (time.monotonic() - started) * 1000,

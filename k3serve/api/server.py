@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -37,6 +39,8 @@ class ApiServer(ThreadingHTTPServer):
         self.context = context
         self._free = threading.BoundedSemaphore(settings.max_connections)
         self._lingering: set[int] = set()
+        self._answers = threading.Condition()
+        self._answering = 0
         super().__init__((settings.host, settings.port), Handler)
         self._thread = threading.Thread(target=self._serve, name="k3serve-http", daemon=True)
         self._thread.start()
@@ -55,10 +59,26 @@ class ApiServer(ThreadingHTTPServer):
     def _serve(self) -> None:
         self.serve_forever(poll_interval=0.05)
 
-    def shutdown(self) -> None:
+    def shutdown(self, answers_s: float = 0.0) -> None:
+        """Stops accepting; requests that were read have answers_s to get their answers out."""
         super().shutdown()
         self.server_close()
         self._thread.join()
+        with self._answers:
+            if not self._answers.wait_for(lambda: self._answering == 0, answers_s) and answers_s:
+                log.warning("%d answers were not written in time", self._answering)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around one request, from its first byte to the last of its answer."""
+        with self._answers:
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._answers:
+                self._answering -= 1
+                self._answers.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -95,6 +95,10 @@ class Inbox:
             self._messages.clear()
             return messages
 
+    def empty(self) -> bool:
+        with self._lock:
+            return not self._messages
+
     def wait(self, timeout_s: float) -> bool:
         """Until a message comes or the server stops being READY; False when timeout_s passed
         first.

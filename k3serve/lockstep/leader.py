@@ -185,7 +185,9 @@ class Leader:
                     flight = None
                     continue
                 if self.state() is State.DRAINING:
-                    return
+                    if self._inbox.empty():  # nothing comes in any more
+                        return
+                    continue
                 if self._inbox.wait(self._idle_interval_s):
                     continue
             following = self._dispatch(self._scheduler.plan(self._tick))

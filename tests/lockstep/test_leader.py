@@ -4,6 +4,7 @@ fail.
 
 import queue
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -308,3 +309,22 @@ def test_same_id_twice_is_refused_and_free_again_after_the_end(make_pod, make_le
     tokens_of(leader.submit(request(1)))
     outbox = leader.submit(replace(request(1), prompt=(9,)))
     assert tokens_of(outbox)[1] is Finish.LENGTH
+
+
+def test_a_request_that_comes_just_before_the_drain_is_served(make_pod, make_leader):
+    """Submitted after the engine looked into its inbox, and before it looked at the state."""
+    leader = make_leader(make_pod(), sync=True, idle_interval_s=0.01)
+    assert leader.wait_ready(WAIT_S)
+    take, asked, outboxes = leader._inbox.take, threading.Event(), []
+
+    def take_then_race():
+        messages = take()
+        if not asked.is_set():
+            asked.set()
+            outboxes.append(leader.submit(request(1)))
+            leader.begin_drain(WAIT_S)
+        return messages
+
+    leader._inbox.take = take_then_race
+    assert leader.wait_ended(WAIT_S)
+    assert tokens_of(outboxes[0]) == expected(request(1), SHAPE.max_context)
