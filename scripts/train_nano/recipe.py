@@ -21,8 +21,8 @@ class Stage:
 
 
 RECALL = Stage("recall", 2500, (144,), 0.55)
-CHAT = Stage("chat", 7000, (48, 80, 112, 160, 208, 272), 0.5)
-FULL = Stage("full", 12000, (56, 96, 144, 192, 256, 368), 0.5)
+CHAT = Stage("chat", 4000, (48, 80, 112, 160, 208, 272), 0.5)
+FULL = Stage("full", 7500, (56, 96, 144, 192, 256, 368), 0.5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
