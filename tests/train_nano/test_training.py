@@ -62,7 +62,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_learning_rate_warms_up_and_falls_to_zero() -> None:
-    recipe = dataclasses.replace(_tiny_recipe(100), decay_share=0.5)
+    stages = (Stage("recall", 50, (24,), 0.5), Stage("full", 50, (24,), 0.5))
+    recipe = dataclasses.replace(_tiny_recipe(), stages=stages)
     rates = [recipe.learning_rate(step) for step in range(100)]
     peak = recipe.optimizer.adam_lr
     assert rates[0] == peak / 2 and rates[1] == rates[50] == peak
