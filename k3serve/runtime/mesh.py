@@ -41,6 +41,8 @@ def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     elif not _on_pod():
         return
+    # it would swallow SIGTERM until the leader has its own handler: a start could not be stopped
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address=group.coordinator,

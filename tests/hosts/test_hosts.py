@@ -6,12 +6,15 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.serving import TINY_CHAT, Server, is_alive
@@ -81,6 +84,21 @@ def test_a_signal_ends_all_hosts_with_status_0(signum: int) -> None:
         assert len(hosts) == 2
         assert server.stop(signum) == 0, "".join(server.log[-20:])
         assert not any(is_alive(pid) for pid in hosts)
+
+
+def test_a_signal_during_the_start_ends_all_hosts() -> None:
+    """Once the hosts have met, JAX would keep SIGTERM to itself, and the start go on."""
+    command = [sys.executable, "-m", "k3serve", *FLAGS, "--hosts", "2", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stderr is not None
+            assert any("compiling the tick" in line for line in launcher.stderr)
+            hosts = [child.pid for child in psutil.Process(launcher.pid).children()]
+            launcher.terminate()
+            assert launcher.wait(10) == 128 + signal.SIGTERM
+            assert not any(is_alive(pid) for pid in hosts)
+        finally:
+            launcher.kill()
 
 
 def test_no_host_outlives_a_killed_launcher() -> None:
