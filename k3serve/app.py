@@ -82,7 +82,7 @@ def build_engine(config: ServeConfig) -> Engine:
     group = HostGroup(
         config.coordinator, config.num_hosts, config.host_id, config.connect_timeout_s
     )
-    join(group, cpu_ranks=config.ranks or 1)
+    join(group, cpu_ranks=config.ranks or 1, on_timeout=_end_on_failure)
     _use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
     shape = config.tick_shape(target.max_position)

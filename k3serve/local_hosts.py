@@ -56,8 +56,8 @@ def run_hosts(count: int, flags: list[str]) -> int:
 def _wait(hosts: list[subprocess.Popen[bytes]]) -> int:
     """Until all have ended; after the first failure the rest have GRACE_S."""
     status, deadline = 0, None
-    while any(host.poll() is None for host in hosts):
-        failed = next((h.returncode for h in hosts if h.returncode not in (None, 0)), 0)
+    while None in (ended := [host.poll() for host in hosts]):  # asks every one, each time
+        failed = next((code for code in ended if code), 0)
         if failed and deadline is None:
             status, deadline = failed, time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:

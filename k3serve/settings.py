@@ -13,6 +13,7 @@ from k3serve.types import TickShape
 
 NANO = Path(__file__).parent / "assets" / "nano"
 DTYPES = ("auto", "float32", "bfloat16")
+DAY_S = 86_400  # timers take no arbitrary number
 EXPERT_FORMATS = ("auto", "dense", "packed")
 
 
@@ -67,9 +68,12 @@ class ServeConfig:
         for name in ("ranks", "hosts", "num_hosts"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 65536)
-        for name in ("tick_timeout_s", "drain_timeout_s", "connect_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: must be positive")
+        # an idle leader ticks four times a second: followers must not take that for a hang
+        _check("tick_timeout_s", self.tick_timeout_s, 1, DAY_S)
+        _check("drain_timeout_s", self.drain_timeout_s, 0, DAY_S)
+        _check("connect_timeout_s", self.connect_timeout_s, 1, DAY_S)
+        if not self.host.strip():
+            raise ConfigError("--host is empty; for all addresses say 0.0.0.0")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype}: use one of {', '.join(DTYPES)}")
         if self.experts not in EXPERT_FORMATS:
@@ -91,6 +95,12 @@ class ServeConfig:
                 raise ConfigError(
                     f"--num-hosts {self.num_hosts} needs --coordinator HOST:PORT (of host 0) and "
                     "--host-id"
+                )
+            host, _, port = self.coordinator.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ConfigError(
+                    f"--coordinator {self.coordinator}: must be HOST:PORT, the address of host 0 "
+                    "and a port that is free there"
                 )
             if not 0 <= self.host_id < self.num_hosts:
                 raise ConfigError(
@@ -121,6 +131,6 @@ def _flag(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def _check(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
+def _check(name: str, value: float, low: int, high: int) -> None:
+    if not low <= value <= high:  # false for NaN too
         raise ConfigError(f"{_flag(name)} {value}: must be {low} to {high}")

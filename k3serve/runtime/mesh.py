@@ -6,6 +6,8 @@ elsewhere the coordinator, the number of hosts and this host's id come from the 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -26,11 +28,20 @@ class HostGroup:
     connect_timeout_s: int = 300
 
 
-def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
+JAX_EXTRA_S = 30  # JAX ends the process by a core dump when its own time limit is over
+
+
+def join(
+    group: HostGroup,
+    *,
+    cpu_ranks: int | None = None,
+    on_timeout: Callable[[HostFailure], None] = lambda failure: None,
+) -> None:
     """Starts JAX for this host; must come before any other use of a device.
 
-    cpu_ranks: how many virtual devices a CPU host shows, at least. Raises HostFailure naming the
-    address when not all hosts arrive within connect_timeout_s.
+    cpu_ranks: how many virtual devices a CPU host shows, at least. When not all hosts arrive
+    within connect_timeout_s this thread is blocked in JAX, so on_timeout is called in another one
+    with a HostFailure that names the address: it should end the process.
     """
     if cpu_ranks is not None and _cpu_devices() < cpu_ranks:
         jax.config.update("jax_num_cpu_devices", cpu_ranks)
@@ -41,20 +52,32 @@ def join(group: HostGroup, *, cpu_ranks: int | None = None) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     elif not _on_pod():
         return
+    # it would swallow SIGTERM until the leader has its own handler: a start could not be stopped
+    jax.config.update("jax_enable_preemption_service", False)
+    limit = threading.Timer(group.connect_timeout_s, lambda: on_timeout(_not_met(group)))
+    limit.daemon = True
+    limit.start()
     try:
         jax.distributed.initialize(
             coordinator_address=group.coordinator,
             num_processes=group.num_hosts,
             process_id=group.host_id,
-            initialization_timeout=group.connect_timeout_s,
+            initialization_timeout=group.connect_timeout_s + JAX_EXTRA_S,
         )
     except Exception as error:
-        where = group.coordinator or "the address the platform gave"
-        raise HostFailure(
-            f"host {group.host_id}: not all {group.num_hosts or 'expected'} hosts met at {where} "
-            f"within {group.connect_timeout_s} s: check that every host was started with the same "
-            f"--coordinator and --num-hosts and its own --host-id ({error})"
-        ) from error
+        raise _not_met(group, f" ({error})") from error
+    finally:
+        limit.cancel()
+
+
+def _not_met(group: HostGroup, detail: str = "") -> HostFailure:
+    who = "" if group.host_id is None else f"host {group.host_id}: "
+    where = group.coordinator or "the address the platform gave"
+    return HostFailure(
+        f"{who}not all {group.num_hosts or 'expected'} hosts met at {where} "
+        f"within {group.connect_timeout_s} s: check that every host was started with the same "
+        f"--coordinator and --num-hosts and its own --host-id{detail}"
+    )
 
 
 def _on_pod() -> bool:

@@ -6,14 +6,18 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
+from k3serve.local_hosts import free_port
 from tests.serving import TINY_CHAT, Server, is_alive
 
 FLAGS = ("--checkpoint", str(TINY_CHAT), "--context", "512", "--max-slots", "4", "--allow-reserved")
@@ -77,6 +81,32 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def test_a_signal_during_the_start_ends_all_hosts() -> None:
+    """Once the hosts have met, JAX would keep SIGTERM to itself, and the start go on."""
+    command = [sys.executable, "-m", "k3serve", *FLAGS, "--hosts", "2", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stderr is not None
+            assert any("compiling the tick" in line for line in launcher.stderr)
+            hosts = [child.pid for child in psutil.Process(launcher.pid).children()]
+            launcher.terminate()
+            assert launcher.wait(10) == 128 + signal.SIGTERM
+            assert not any(is_alive(pid) for pid in hosts)
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.parametrize("host_id", ["0", "1"])
+def test_a_host_that_waits_for_the_others_in_vain_says_where(host_id: str) -> None:
+    """Not a core dump, which is how JAX's own time limit ends."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "k3serve", "--coordinator", address, "--num-hosts", "2"]
+    command += ["--host-id", host_id, "--connect-timeout", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1, ended.stderr
+    assert f"host {host_id}: not all 2 hosts met at {address} within 1 s" in ended.stderr
 
 
 def test_no_host_outlives_a_killed_launcher() -> None:
