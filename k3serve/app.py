@@ -320,14 +320,15 @@ def score(
     from k3serve.score import score as score_lines
 
     _start_logging()
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: must be at least 1")
+    _check_output(output)
     join(HostGroup(num_hosts=1), cpu_ranks=ranks or 1)
     _use_compilation_cache()
     target = TargetConfig.from_dir(checkpoint)
     on_cpu = jax.devices()[0].platform == "cpu"
     lines = _read_lines(input)
     tokenizer = load_tokenizer(checkpoint) if any("text" in line for line in lines) else None
-    if output.suffix != ".npz":
-        raise ConfigError(f"--output {output}: the name must end in .npz")
     arrays = score_lines(
         checkpoint,
         lines,
@@ -336,7 +337,7 @@ def score(
         top=top,
         ranks=ranks or 1,
         expert_format=_expert_format("auto", target, on_cpu),
-        encode=tokenizer.encode if tokenizer is not None else None,
+        encode=_strict_encode(tokenizer) if tokenizer is not None else None,
         progress=_Progress("scoring lines"),
     )
     _write_npz(output, arrays)
@@ -351,7 +352,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input {path}: cannot be read as UTF-8 text ({error})") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # U+2028 may stand in a string
         if not line.strip():
             continue
         try:
@@ -362,6 +363,23 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"--input {path}, line {number}: must be an object, is {line[:80]!r}")
         lines.append(value)
     return lines
+
+
+def _strict_encode(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Refuses what the server refuses: text with half a surrogate pair."""
+    from k3serve.text.tokenizer import check_text
+
+    return lambda text: tokenizer.encode(check_text(text, "text"))
+
+
+def _check_output(path: Path) -> None:
+    """Before hours of work, not after."""
+    if path.suffix != ".npz":
+        raise ConfigError(f"--output {path}: the name must end in .npz")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"--output {path}: cannot be written; name a file in a folder that exists and is yours"
+        )
 
 
 def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
