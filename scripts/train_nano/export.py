@@ -134,7 +134,7 @@ def _moe_config(model: ModelSpec) -> dict[str, Any]:
 
 
 def _quantization_config() -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

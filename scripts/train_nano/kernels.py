@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -55,7 +56,7 @@ def _compile(compiler: str) -> Path:
     return target
 
 
-def _call(name: str, *args: jax.Array, out: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+def _call(name: str, *args: jax.Array, out: tuple[tuple[int, ...], ...]) -> Sequence[jax.Array]:
     shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out)
     return jax.ffi.ffi_call(f"k3nano_{name}", shapes)(*args)
 

@@ -60,7 +60,8 @@ _MOE_F32 = {"block_sparse_moe.gate.e_score_correction_bias": "router_bias"}
 
 def _layer_names(spec: ModelSpec, index: int) -> tuple[dict[str, str], dict[str, str]]:
     """The bf16 and the f32 tensors of a layer that map one to one."""
-    bf16, f32 = dict(_NORMS), {}
+    bf16 = dict(_NORMS)
+    f32: dict[str, str] = {}
     if index in spec.mla_layers:
         bf16 |= _MLA
     else:

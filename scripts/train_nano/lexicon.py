@@ -19,7 +19,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _opposites(text: str) -> list[tuple[str, str]]:
-    return [tuple(pair.split("/")) for pair in text.split()]
+    return [(first, second) for first, _, second in (p.partition("/") for p in text.split())]
 
 
 CAPITALS = _pairs(

@@ -153,7 +153,10 @@ def residual_mix(sources: list[jax.Array], norm: jax.Array, proj: jax.Array) -> 
     weight = norm * proj
     scores = [(x * weight).sum(-1) * jax.lax.rsqrt((x * x).mean(-1) + 1e-5) for x in sources]
     share = jax.nn.softmax(jnp.stack(scores, -1), -1)
-    return sum(share[..., i : i + 1] * x for i, x in enumerate(sources))
+    mixed = share[..., :1] * sources[0]
+    for i, x in enumerate(sources[1:], 1):
+        mixed = mixed + share[..., i : i + 1] * x
+    return mixed
 
 
 # ------------------------------------------------------------------------------------- layers
@@ -249,7 +252,9 @@ def trunk(
 
     Returns the normed hidden rows for the head and the expert choices of each MoE layer.
     """
-    running, blocks, choices = x, [], []
+    running = x
+    blocks: list[jax.Array] = []
+    choices: list[jax.Array] = []
     for index, p in enumerate(params["layers"]):
         mixed = residual_mix([*blocks, running], p["attn_res_norm"], p["attn_res_proj"])
         starts_block = index % spec.block_size == 0

@@ -66,7 +66,8 @@ def pack(w: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     nibbles = (codes | (negative << 3)).reshape(w.shape).T.astype(np.uint8)
     scales = (exponents + BIAS).T
     assert ((scales > 0) & (scales < 255)).all(), "scale bytes 0 and 255 are reserved"
-    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), np.ascontiguousarray(scales.astype(np.uint8))
+    packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)  # column-major: safetensors would garble it
+    return np.ascontiguousarray(packed), np.ascontiguousarray(scales.astype(np.uint8))
 
 
 def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:

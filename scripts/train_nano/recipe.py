@@ -21,8 +21,8 @@ class Stage:
 
 
 RECALL = Stage("recall", 2500, (144,), 0.55)
-CHAT = Stage("chat", 7000, (48, 80, 112, 160, 208, 272), 0.5)
-FULL = Stage("full", 12000, (56, 96, 144, 192, 256, 368), 0.5)
+CHAT = Stage("chat", 4000, (48, 80, 112, 160, 208, 272), 0.5)
+FULL = Stage("full", 3500, (56, 96, 144, 192, 256, 368), 0.5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Recipe:
     seed: int = 1
     tokens_per_step: int = 3072
     warmup_steps: int = 30
-    decay_share: float = 0.35  # the rate falls linearly to 0 over this last share of all steps
     quantize_share: float = 0.12  # the last share of steps sees the experts as MXFP4
     router_bias_rate: float = 0.01
     tokenizer_samples: int = 30_000
@@ -56,6 +55,6 @@ class Recipe:
         raise ValueError("the step lies beyond the last stage")
 
     def learning_rate(self, step: int) -> float:
-        """Adam's rate at a 0-based step: warm-up, constant, linear to zero."""
-        left = (self.total_steps - step) / (self.total_steps * self.decay_share)
+        """Adam's rate at a 0-based step: warm-up, constant, in the last stage linear to zero."""
+        left = (self.total_steps - step) / self.stages[-1].steps
         return self.optimizer.adam_lr * min(1.0, (step + 1) / self.warmup_steps, left)

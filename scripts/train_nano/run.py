@@ -17,6 +17,7 @@ from scripts.train_nano.spec import N_RANKS
 from scripts.train_nano.trainer import Trainer
 
 log = logging.getLogger("train_nano")
+TOKENIZER_SEED = 99
 
 
 def run(
@@ -50,7 +51,7 @@ def prepare_tokenizer(recipe: Recipe, folder: Path) -> tokenizer.Tokenizer:
     path = folder / "tiktoken.model"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        stream = sampling.SampleStream(recipe.seed + 99_000, sampling.MIXES["full"])
+        stream = sampling.SampleStream(TOKENIZER_SEED, sampling.MIXES["full"])
         samples = itertools.islice(iter(stream), recipe.tokenizer_samples)
         fragments = itertools.chain.from_iterable(xtml.render(sample) for sample in samples)
         texts = (fragment.text for fragment in fragments if not fragment.special)

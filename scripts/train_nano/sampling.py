@@ -120,7 +120,8 @@ class SampleStream:
 
 def held_out_samples(seed: int, skill: str, thinking: Thinking, count: int) -> list[Sample]:
     """Up to `count` different held-out samples; fewer where a skill has fewer prompts."""
-    rng, found = random.Random(f"{seed}/{skill}"), {}
+    rng = random.Random(f"{seed}/{skill}")
+    found: dict[str, Sample] = {}
     for _ in range(400 * count):
         sample = make_sample(rng, skill, thinking)
         if is_held_out(sample.key):

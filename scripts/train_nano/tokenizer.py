@@ -14,7 +14,6 @@ from typing import Any
 
 import regex
 import tiktoken
-from tiktoken.load import load_tiktoken_bpe
 
 from scripts.train_nano.spec import KEPT_IN_TEXT, N_SPECIALS, NAMED_SPECIALS
 from scripts.train_nano.xtml import Fragment
@@ -145,11 +144,17 @@ def tokenizer_config(n_ranks: int) -> dict[str, Any]:
     }
 
 
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Reads the file itself: tiktoken's own loader caches by path and would miss a new version."""
+    pairs = (line.split() for line in path.read_text().splitlines())
+    return {base64.b64decode(piece): int(rank) for piece, rank in pairs}
+
+
 class Tokenizer:
     """Loads `tiktoken.model`; encodes fragments, decodes ids."""
 
     def __init__(self, path: Path):
-        ranks = load_tiktoken_bpe(str(path))
+        ranks = _read_ranks(path)
         specials = {
             NAMED_SPECIALS.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i
             for i in range(N_SPECIALS)

@@ -124,14 +124,15 @@ class Trainer:
         self, manager: ocp.CheckpointManager, state: dict, step: int, position: Any, last: int
     ) -> dict:
         progress = Progress(self.recipe)
-        stage, stream = None, None
+        opened: Stage | None = None
         while step < last:
-            current = self.recipe.stage_at(step)
-            if current is not stage:
-                stage, stream = current, self.open_stream(current)
+            stage = self.recipe.stage_at(step)
+            if stage is not opened:
+                opened, stream = stage, self.open_stream(stage)
                 log.info("stage %s: %d steps", stage.name, stage.steps)
-                if position and position.get("stage") == stage.name:
+                if position and position["stage"] == stage.name:
                     stream.restore(position["stream"])
+                position = None
             batch = stream.next_batch()
             state, metrics = self._step(state, batch, step)
             step += 1

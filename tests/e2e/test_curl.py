@@ -19,7 +19,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 def test_the_readmes_curl_streams_the_answer(nano: Server) -> None:
     found = re.search(r"```sh\n(curl -N .*?)```", README, re.S)
     assert found, "the README has no curl -N command"
-    command = found.group(1).replace("http://127.0.0.1:8000", nano.url)
+    command = found.group(1).strip().replace("http://127.0.0.1:8000", nano.url)
     done = subprocess.run(
         ["sh", "-c", command + " -sS"], capture_output=True, text=True, timeout=60, check=True
     )

@@ -52,7 +52,13 @@ def test_pc_58_answers_do_not_depend_on_neighbours(nano: Server) -> None:
 def test_pc_08_echo_gives_the_same_arrays_every_time(nano: Server) -> None:
     rng = random.Random(8)
     shared = [rng.randrange(50, 2000) for _ in range(1100)]
-    long = {"prompt": [*shared, *range(300, 700)], "echo": True, "logprobs": 1, "max_tokens": 1}
+    long = {
+        "prompt": [*shared, *range(300, 700)],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 1,
+        "temperature": 0,
+    }
     other = long | {"prompt": [*shared, *range(900, 1300)]}
     first, second = choices(nano, long), choices(nano, other)
     choices(nano, long | {"echo": False})

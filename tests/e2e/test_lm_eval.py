@@ -25,7 +25,9 @@ def out(nano: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
          "--limit", str(LIMIT), "--out", str(folder)],
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
-    (folder / "runner.txt").write_text(done.stdout + done.stderr)
+    report = done.stdout + done.stderr
+    assert done.returncode == 0, report
+    (folder / "runner.txt").write_text(report)
     return folder
 
 
@@ -33,7 +35,6 @@ def out(nano: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_ways_of_asking_agree(out: Path) -> None:
     report = (out / "runner.txt").read_text()
     assert report.count(" 0 differences from 'ids'") == 5, report
-    assert "FAIL" not in report.upper().replace("FAILURES: 0", ""), report
 
 
 def samples(out: Path, task: str) -> list[dict[str, Any]]:

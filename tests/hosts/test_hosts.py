@@ -38,15 +38,21 @@ def answers(server: Server) -> list[dict[str, Any]]:
     return server.post("/v1/completions", body)["choices"]
 
 
+def answers_and_end(count: int, signum: int) -> list[dict[str, Any]]:
+    """One whole run: answers, then a signal that ends all hosts with status 0."""
+    with Server(*FLAGS, "--hosts", str(count)) as server:
+        hosts = server.children()
+        assert len(hosts) == (count if count > 1 else 0)
+        found = answers(server)
+        assert server.stop(signum) == 0, "".join(server.log[-20:])
+        assert not any(is_alive(pid) for pid in hosts)
+    return found
+
+
 @pytest.fixture(scope="module")
 def runs() -> dict[int, list[dict[str, Any]]]:
     """Per number of hosts, the answers of one run."""
-    results = {}
-    for count in (1, 2, 4):
-        with Server(*FLAGS, "--hosts", str(count)) as server:
-            results[count] = answers(server)
-            assert server.stop() == 0, "".join(server.log[-20:])
-    return results
+    return {count: answers_and_end(count, signal.SIGTERM) for count in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -58,11 +64,10 @@ def test_greedy_tokens_equal_the_goldens(runs: dict[int, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_second_run_gives_the_same_bits(
+def test_a_second_run_gives_the_same_bits_and_ends_with_ctrl_c(
     runs: dict[int, list[dict[str, Any]]], count: int
 ) -> None:
-    with Server(*FLAGS, "--hosts", str(count)) as server:
-        again = answers(server)
+    again = answers_and_end(count, signal.SIGINT)
     for first, second in zip(runs[count], again, strict=True):
         assert first["logprobs"] == second["logprobs"]
         assert first["token_ids"] == second["token_ids"]
@@ -76,15 +81,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_all_hosts_with_status_0(signum: int) -> None:
-    with Server(*FLAGS, "--hosts", "2") as server:
-        hosts = server.children()
-        assert len(hosts) == 2
-        assert server.stop(signum) == 0, "".join(server.log[-20:])
-        assert not any(is_alive(pid) for pid in hosts)
 
 
 def test_a_signal_during_the_start_ends_all_hosts() -> None:

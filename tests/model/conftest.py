@@ -9,11 +9,11 @@ from functools import cache
 import jax
 import pytest
 
+from tests.model.harness import Model
+
 jax.config.update("jax_num_cpu_devices", 4)
 if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-from tests.model.harness import Model
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from k3serve.model import (
 
 DATA = Path(__file__).parents[1] / "data"
 SLOTS = 16
-MAX_TOKENS = 320
+MAX_TOKENS = 512
 
 
 class Model:

@@ -25,10 +25,15 @@ def golden(k3):
     return k3.goldens("components")
 
 
-def run(m, function, *args):
-    """function(*args) on one rank, jitted."""
+def on_rank(m, function):
+    """The function, jitted, on one rank."""
     mapped = jax.shard_map(function, mesh=m.mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.tree.map(np.asarray, jax.jit(mapped)(*args))
+    return jax.jit(mapped)
+
+
+def run(m, function, *args):
+    """function(*args) as numpy arrays."""
+    return jax.tree.map(np.asarray, on_rank(m, function)(*args))
 
 
 def empty_kda(m, layer):
@@ -42,11 +47,11 @@ def kda_in_pages(m, layer, x, state, start):
     def page(x, state, start, length):
         return kda.kda_page(m.config, m.weights.layers[layer].attn, x, state, 0, start, length)
 
-    out = []
+    out, program = [], on_rank(m, page)
     for i in range(0, len(x), 64):
         part = x[i : i + 64]
         padded = np.pad(part, ((0, 64 - len(part)), (0, 0)), constant_values=0.5)
-        y, state = run(m, page, padded, state, np.int32(start + i), np.int32(len(part)))
+        y, state = program(padded, state, np.int32(start + i), np.int32(len(part)))
         out.append(y[: len(part)])
     return np.concatenate(out), state
 

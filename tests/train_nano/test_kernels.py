@@ -21,10 +21,13 @@ def _kda_inputs(shape: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
 
 
 def _value_and_grads(fn: Callable, inputs: list[jax.Array]) -> list[np.ndarray]:
-    out = fn(*inputs)
-    weight = jax.random.normal(jax.random.key(9), out.shape)
-    grads = jax.grad(lambda args: (fn(*args) * weight).sum())(inputs)
-    return [np.asarray(x) for x in (out, *grads)]
+    @jax.jit
+    def both(*args: jax.Array) -> tuple[jax.Array, ...]:
+        out, backward = jax.vjp(fn, *args)
+        weight = jax.random.normal(jax.random.key(9), out.shape)
+        return (out, *backward(weight))
+
+    return [np.asarray(x) for x in both(*inputs)]
 
 
 def _assert_close(left: list[np.ndarray], right: list[np.ndarray]) -> None:
@@ -33,8 +36,7 @@ def _assert_close(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 
 
 @native
-@pytest.mark.parametrize("time", [1, 15, 16, 43])
-@pytest.mark.parametrize("dim", [16, 32])
+@pytest.mark.parametrize(("time", "dim"), [(1, 32), (16, 16), (43, 32)])
 def test_native_kda_equals_jax(time: int, dim: int) -> None:
     inputs = _kda_inputs((2, time, 3, dim))
     native_result = _value_and_grads(kernels._kda_native, inputs)
