@@ -7,6 +7,7 @@ the leader's functions, so a follower never loads api, text or scheduler.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -23,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3serve import wire
 from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
 from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import HostGroup, join, make_mesh, wait_for_all_hosts
+from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
 from k3serve.settings import NANO, ServeConfig
 
 log = logging.getLogger("k3serve")
@@ -86,6 +88,7 @@ def build_engine(config: ServeConfig) -> Engine:
     _use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
     shape = config.tick_shape(target.max_position)
+    agree(_common(config), config.connect_timeout_s)
     on_cpu = jax.devices()[0].platform == "cpu"
     mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = _dtype(config.dtype, on_cpu)
@@ -109,6 +112,15 @@ def build_engine(config: ServeConfig) -> Engine:
     log.info("compiled in %.1f s", time.monotonic() - started)
     wait_for_all_hosts(config.connect_timeout_s)
     return engine
+
+
+def _common(config: ServeConfig) -> dict[str, str]:
+    """What must be equal on all hosts, by the name that a message should use."""
+    model = (config.checkpoint / "config.json").read_bytes()
+    return config.common() | {
+        "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
+        "the checkpoint's config.json (its checksum)": hashlib.sha256(model).hexdigest()[:16],
+    }
 
 
 def _dtype(name: str, on_cpu: bool) -> Any:
