@@ -7,6 +7,7 @@ the leader's functions, so a follower never loads api, text or scheduler.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -23,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3serve import wire
 from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
 from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import HostGroup, join, make_mesh, wait_for_all_hosts
+from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
 from k3serve.settings import NANO, ServeConfig
 
 log = logging.getLogger("k3serve")
@@ -86,6 +88,7 @@ def build_engine(config: ServeConfig) -> Engine:
     _use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
     shape = config.tick_shape(target.max_position)
+    agree(_common(config), config.connect_timeout_s)
     on_cpu = jax.devices()[0].platform == "cpu"
     mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = _dtype(config.dtype, on_cpu)
@@ -109,6 +112,15 @@ def build_engine(config: ServeConfig) -> Engine:
     log.info("compiled in %.1f s", time.monotonic() - started)
     wait_for_all_hosts(config.connect_timeout_s)
     return engine
+
+
+def _common(config: ServeConfig) -> dict[str, str]:
+    """What must be equal on all hosts, by the name that a message should use."""
+    model = (config.checkpoint / "config.json").read_bytes()
+    return config.common() | {
+        "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
+        "the checkpoint's config.json (its checksum)": hashlib.sha256(model).hexdigest()[:16],
+    }
 
 
 def _dtype(name: str, on_cpu: bool) -> Any:
@@ -320,14 +332,15 @@ def score(
     from k3serve.score import score as score_lines
 
     _start_logging()
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: must be at least 1")
+    _check_output(output)
     join(HostGroup(num_hosts=1), cpu_ranks=ranks or 1)
     _use_compilation_cache()
     target = TargetConfig.from_dir(checkpoint)
     on_cpu = jax.devices()[0].platform == "cpu"
     lines = _read_lines(input)
     tokenizer = load_tokenizer(checkpoint) if any("text" in line for line in lines) else None
-    if output.suffix != ".npz":
-        raise ConfigError(f"--output {output}: the name must end in .npz")
     arrays = score_lines(
         checkpoint,
         lines,
@@ -336,7 +349,7 @@ def score(
         top=top,
         ranks=ranks or 1,
         expert_format=_expert_format("auto", target, on_cpu),
-        encode=tokenizer.encode if tokenizer is not None else None,
+        encode=_strict_encode(tokenizer) if tokenizer is not None else None,
         progress=_Progress("scoring lines"),
     )
     _write_npz(output, arrays)
@@ -351,7 +364,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input {path}: cannot be read as UTF-8 text ({error})") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # U+2028 may stand in a string
         if not line.strip():
             continue
         try:
@@ -362,6 +375,23 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"--input {path}, line {number}: must be an object, is {line[:80]!r}")
         lines.append(value)
     return lines
+
+
+def _strict_encode(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Refuses what the server refuses: text with half a surrogate pair."""
+    from k3serve.text.tokenizer import check_text
+
+    return lambda text: tokenizer.encode(check_text(text, "text"))
+
+
+def _check_output(path: Path) -> None:
+    """Before hours of work, not after."""
+    if path.suffix != ".npz":
+        raise ConfigError(f"--output {path}: the name must end in .npz")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"--output {path}: cannot be written; name a file in a folder that exists and is yours"
+        )
 
 
 def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -13,6 +13,10 @@ from k3serve.types import TickShape
 
 NANO = Path(__file__).parent / "assets" / "nano"
 DTYPES = ("auto", "float32", "bfloat16")
+COMMON = (
+    "max_slots", "context", "page_tokens", "pages_per_tick", "steps_per_tick", "dtype", "experts",
+    "allow_reserved", "ranks",
+)  # fmt: skip
 DAY_S = 86_400  # timers take no arbitrary number
 EXPERT_FORMATS = ("auto", "dense", "packed")
 
@@ -107,6 +111,10 @@ class ServeConfig:
                     f"--host-id {self.host_id}: must be 0 to {self.num_hosts - 1} "
                     f"with --num-hosts {self.num_hosts}"
                 )
+
+    def common(self) -> dict[str, str]:
+        """Flags that must be equal on all hosts, with their values."""
+        return {_flag(name): str(getattr(self, name)) for name in COMMON}
 
     def tick_shape(self, model_context: int) -> TickShape:
         """The fixed sizes of this run; model_context is the most tokens the model was made for."""

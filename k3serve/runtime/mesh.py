@@ -6,8 +6,9 @@ elsewhere the coordinator, the number of hosts and this host's id come from the 
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -104,6 +105,36 @@ def make_mesh(ranks_per_host: int | None = None) -> Mesh:
                 )
     chosen = [d for devices in by_host.values() for d in devices[:ranks_per_host]]
     return Mesh(np.array(chosen), (RANK,))
+
+
+def agree(settings: Mapping[str, str], timeout_s: float) -> None:
+    """Compares what must be equal on all hosts; ConfigError, on each of them, names what is not.
+
+    Without this, hosts that round or cut their work in other ways would disagree in silence.
+    """
+    if jax.process_count() == 1:
+        return
+    from jax._src.distributed import global_state
+
+    client = global_state.client
+    assert client is not None, "several processes, but jax.distributed is not up"
+    try:
+        client.key_value_set(f"k3serve/settings/{jax.process_index()}", json.dumps(dict(settings)))
+        client.wait_at_barrier("k3serve-settings", int(timeout_s * 1000))
+        told = client.key_value_dir_get("k3serve/settings/")
+    except Exception as error:
+        raise HostFailure(
+            f"not all {jax.process_count()} hosts told their settings within {timeout_s:.0f} s "
+            f"(--connect-timeout): look for an error in the others' logs ({error})"
+        ) from error
+    hosts = {int(key.rpartition("/")[2]): json.loads(value) for key, value in told}
+    for host, theirs in sorted(hosts.items()):
+        for name in sorted({*hosts[0], *theirs}):
+            if theirs.get(name) != hosts[0].get(name):
+                raise ConfigError(
+                    f"{name} is {hosts[0].get(name)} on host 0, but {theirs.get(name)} on host "
+                    f"{host}: all hosts must run the same version with the same settings"
+                )
 
 
 def wait_for_all_hosts(timeout_s: float) -> None:

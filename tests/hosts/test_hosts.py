@@ -109,6 +109,22 @@ def test_a_host_that_waits_for_the_others_in_vain_says_where(host_id: str) -> No
     assert f"host {host_id}: not all 2 hosts met at {address} within 1 s" in ended.stderr
 
 
+def test_hosts_with_different_flags_refuse_to_run() -> None:
+    """They would start, and disagree in silence; both say what differs, and both values."""
+    command = [sys.executable, "-m", "k3serve", *FLAGS, "--num-hosts", "2", "--port", "0"]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}"]
+    own = (["--host-id", "0"], ["--host-id", "1", "--dtype", "bfloat16"])
+    hosts = [subprocess.Popen(command + flags, stderr=subprocess.PIPE, text=True) for flags in own]
+    try:
+        for host in hosts:
+            said = host.communicate(timeout=60)[1]
+            assert "--dtype is auto on host 0, but bfloat16 on host 1" in said
+            assert host.returncode == 2
+    finally:
+        for host in hosts:
+            host.kill()
+
+
 def test_no_host_outlives_a_killed_launcher() -> None:
     with Server(*FLAGS, "--hosts", "2") as server:
         hosts = server.children()
