@@ -148,6 +148,10 @@ class TargetConfig:
             raw = json.loads(file.read_text())
         except FileNotFoundError:
             raise ConfigError(f"{file}: no such file; a checkpoint folder needs it") from None
+        except OSError as error:  # not a folder, not readable, ...
+            raise ConfigError(
+                f"{file}: cannot be read ({error.strerror}); name a checkpoint folder that can"
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{file}: not valid JSON ({error})") from None
         return TargetConfig.from_dict(raw)
