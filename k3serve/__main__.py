@@ -34,6 +34,7 @@ SIGTERM: it finishes what runs (--drain-timeout), then every host ends.
 SCORE_HELP = """\
 Scores token sequences offline: for each line of --input, {"tokens": [...]} or {"text": "..."},
 the log-probability of every token given those before it (entry 0 is NaN) and the best next token.
+In texts a special string such as [EOS] is its single token, as in prompts of /v1/completions.
 
 Writes an .npz with logprobs_<i> [len] f32 and greedy_<i> [len] i32 per line; with --logits also
 logits_<i> [len, vocab] f32, with --top N top_ids_<i> and top_logprobs_<i> [len, N].

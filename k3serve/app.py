@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -261,8 +262,10 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
     from k3serve.api.server import serve as serve_http
     from k3serve.api.settings import ApiSettings
 
+    tokenizer = load_tokenizer(config.checkpoint)
     settings = ApiSettings(
         vocab_size=engine.config.vocab_size,
+        eos_ids=(engine.config.eos_token_id,) if tokenizer is None else (),
         host=config.host,
         port=config.port,
         served_model_names=model_names(config),
@@ -273,7 +276,7 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
         max_body_bytes=config.max_body_mib << 20,
     )
     try:
-        return serve_http(leader, load_tokenizer(config.checkpoint), settings, metrics)
+        return serve_http(leader, tokenizer, settings, metrics)
     except OSError as error:
         raise ConfigError(
             f"--host {config.host} --port {config.port}: cannot listen there ({error}); "
@@ -336,7 +339,8 @@ def score(
         top=top,
         ranks=ranks or 1,
         expert_format=_expert_format("auto", target, on_cpu),
-        encode=tokenizer.encode if tokenizer is not None else None,
+        # special strings become their single id, as in prompts of /v1/completions
+        encode=partial(tokenizer.encode, allow_special=True) if tokenizer is not None else None,
         progress=_Progress("scoring lines"),
     )
     _write_npz(output, arrays)
