@@ -64,6 +64,17 @@ def test_a_context_beyond_the_model_is_refused() -> None:
         ServeConfig(context=4096).tick_shape(2048)
 
 
+def test_names_may_be_given_at_once_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3serve import __main__
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(__main__, "_serve", lambda options: seen.append(options) or 0)
+    assert __main__.main(["--api-key", "a,b", "--api-key", "c", "--served-model-name", "x"]) == 0
+    assert __main__.main([]) == 0
+    assert [options["api_keys"] for options in seen] == [("a", "b", "c"), ()]
+    assert seen[0]["served_model_names"] == ("x",)
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "k3serve", *arguments], capture_output=True, text=True, timeout=60
