@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -192,6 +193,13 @@ def test_a_second_hosts_words_are_seen(engine: Engine, runner: Runner) -> None:
     result = engine.read(engine.dispatch(vector + noise))
     runner.loop.tick += 1
     assert wire.result_layout(engine.shape).array(result, "fault") == wire.Fault.CHECKSUM
+
+
+def test_a_late_compilation_is_counted(engine: Engine) -> None:
+    """Without this, invariant 4's counter could stay 0 for another reason."""
+    jax.block_until_ready(jax.jit(lambda x: x * 3 + 41)(np.arange(7)))
+    assert engine.compilations.take() >= 1
+    assert engine.compilations.take() == 0
 
 
 # --------------------------------------------------------------------------- the score command
