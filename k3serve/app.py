@@ -238,6 +238,8 @@ def start_leader(
 
     def on_tick(stats: TickStats) -> None:
         metrics.ticks.inc()
+        if tokens := stats.prompt_tokens + stats.tokens:
+            metrics.iteration_tokens.observe(tokens)
         late = engine.compilations.take()
         if late:
             metrics.compilations_after_ready.inc(late)
