@@ -34,6 +34,7 @@ SIGTERM: it finishes what runs (--drain-timeout), then every host ends.
 SCORE_HELP = """\
 Scores token sequences offline: for each line of --input, {"tokens": [...]} or {"text": "..."},
 the log-probability of every token given those before it (entry 0 is NaN) and the best next token.
+In texts a special string such as [EOS] is its single token, as in prompts of /v1/completions.
 
 Writes an .npz with logprobs_<i> [len] f32 and greedy_<i> [len] i32 per line; with --logits also
 logits_<i> [len, vocab] f32, with --top N top_ids_<i> and top_logprobs_<i> [len, N].
@@ -84,14 +85,16 @@ def _own_flags() -> list[str]:
 
 
 def _score(options: dict[str, Any]) -> int:
-    from k3serve.app import score
+    from k3serve.score_command import score
 
     return score(**options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m k3serve", description="Serve or score a Kimi K3 family model."
+        prog="python -m k3serve",
+        description="Serve or score a Kimi K3 family model. Without a VERB: serve.",
+        epilog="The flags of a verb: python -m k3serve VERB --help",
     )
     parser.add_argument("--version", action="version", version=metadata.version("k3serve"))
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -124,12 +127,12 @@ def _add_serve(verbs: Any) -> None:
     add(http, "host", str, "ADDR", "address to listen on; 0.0.0.0 for all")
     add(http, "port", int, "N", "port to listen on; 0 picks a free one")
     add(http, "served-model-name", _names, "A[,B]", "names clients may use; the first is reported",
-        dest="served_model_names")  # fmt: skip
+        dest="served_model_names", action=_Collect)  # fmt: skip
     add(http, "api-key", _names, "K[,L]",
         f"keys clients must send; better put in {API_KEYS}, which ps does not show",
-        dest="api_keys")  # fmt: skip
+        dest="api_keys", action=_Collect)  # fmt: skip
     add(http, "allowed-origin", _names, "O[,P]", "CORS origins allowed (off without)",
-        dest="allowed_origins")  # fmt: skip
+        dest="allowed_origins", action=_Collect)  # fmt: skip
     add(http, "max-body-mib", int, "N", "largest request body")
 
     engine = serve.add_argument_group("engine (equal on all hosts)")
@@ -174,6 +177,16 @@ def _add_score(verbs: Any) -> None:
     score.add_argument("--logits", action="store_true", help="write whole rows of logits")
     score.add_argument("--top", type=int, default=0, metavar="N", help="best N tokens per position")
     score.add_argument("--ranks", type=int, default=None, metavar="N", help="devices to use")
+
+
+class _Collect(argparse.Action):
+    """Names of a flag that may be given several times: none of them is lost."""
+
+    def __call__(
+        self, parser: object, namespace: Any, values: Any, option_string: object = None
+    ) -> None:
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, (*given, *(v for v in values if v not in given)))
 
 
 def _names_of(text: str) -> tuple[str, ...]:

@@ -7,32 +7,27 @@ the leader's functions, so a follower never loads api, text or scheduler.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from k3serve import wire
-from k3serve.checkpoint.load import load
-from k3serve.checkpoint.vocabulary import sampling_mask
-from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError, HostFailure
 from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
 from k3serve.settings import NANO, ServeConfig
+from k3serve.startup import (
+    build_engine,
+    end_on_failure,
+    exit_now,
+    load_tokenizer,
+    start_logging,
+)
 
 log = logging.getLogger("k3serve")
 
@@ -44,7 +39,7 @@ WAKE_S = 0.2
 
 def serve(config: ServeConfig) -> int:
     """Runs this host until it is told to stop; returns the process's exit status."""
-    _start_logging()
+    start_logging()
     watch_parent()
     try:
         engine = build_engine(config)
@@ -57,108 +52,8 @@ def serve(config: ServeConfig) -> int:
         jax.distributed.shutdown()  # a barrier: all hosts saw the stop and come here
     if status != 0 or jax.process_count() > 1:
         # after a failure JAX's own clean-up waits for dead peers or for a tick that hangs
-        _exit_now(status)
+        exit_now(status)
     return status
-
-
-def _exit_now(status: int) -> None:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _start_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    for noisy in ("jax", "absl"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-# ------------------------------------------------------------------------------------ engine
-
-
-def build_engine(config: ServeConfig) -> Engine:
-    """Joins the hosts, loads the weights and compiles; the engine of this host, ready to tick."""
-    group = HostGroup(
-        config.coordinator, config.num_hosts, config.host_id, config.connect_timeout_s
-    )
-    join(group, cpu_ranks=config.ranks or 1, on_timeout=_end_on_failure)
-    _use_compilation_cache()
-    target = TargetConfig.from_dir(config.checkpoint)
-    shape = config.tick_shape(target.max_position)
-    agree(_common(config), config.connect_timeout_s)
-    on_cpu = jax.devices()[0].platform == "cpu"
-    mesh = make_mesh(config.ranks or (1 if on_cpu else None))
-    dtype = _dtype(config.dtype, on_cpu)
-    started = time.monotonic()
-    weights = load(
-        config.checkpoint,
-        target,
-        mesh,
-        dtype=dtype,
-        expert_format=_expert_format(config.experts, target, on_cpu),
-        progress=_Progress("loading weights"),
-    )
-    log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
-    started = time.monotonic()
-    allowed = (
-        np.ones(target.vocab_size, bool)
-        if config.allow_reserved
-        else sampling_mask(config.checkpoint, target.vocab_size)
-    )
-    engine = Engine(target, shape, mesh, weights, allowed, dtype=dtype)
-    log.info("compiled in %.1f s", time.monotonic() - started)
-    wait_for_all_hosts(config.connect_timeout_s)
-    return engine
-
-
-def _common(config: ServeConfig) -> dict[str, str]:
-    """What must be equal on all hosts, by the name that a message should use."""
-    model = (config.checkpoint / "config.json").read_bytes()
-    return config.common() | {
-        "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
-        "the checkpoint's config.json (its checksum)": hashlib.sha256(model).hexdigest()[:16],
-    }
-
-
-def _dtype(name: str, on_cpu: bool) -> Any:
-    if name == "auto":
-        name = "float32" if on_cpu else "bfloat16"
-    return jnp.dtype(name)
-
-
-def _expert_format(name: str, target: TargetConfig, on_cpu: bool) -> str:
-    if name == "auto":
-        return "dense" if on_cpu or not target.packed_experts else "packed"
-    return name
-
-
-def _use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX's own variable already says where."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-class _Progress:
-    """Logs a long transfer at most every two seconds."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._started = time.monotonic()
-        self._logged = self._started
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._logged < 2.0:
-            return
-        self._logged = now
-        rate = done / (now - self._started)
-        left_s = (total - done) / rate if rate else float("inf")
-        log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
 
 
 # ------------------------------------------------------------------------------------- roles
@@ -177,16 +72,10 @@ def follow(engine: Engine, config: ServeConfig) -> int:
         tick_timeout_s=config.tick_timeout_s,
         start_timeout_s=config.connect_timeout_s,
         sync=config.sync,
-        on_timeout=_end_on_failure,
+        on_timeout=end_on_failure,
     )
     log.info("host %d ends: the leader said stop", jax.process_index())
     return 0
-
-
-def _end_on_failure(failure: HostFailure) -> None:
-    """From a watchdog: the main thread is blocked in a collective and cannot end the process."""
-    log.error("host failure: %s", failure)
-    _exit_now(1)
 
 
 def lead(engine: Engine, config: ServeConfig) -> int:
@@ -200,7 +89,7 @@ def lead(engine: Engine, config: ServeConfig) -> int:
         signals.append(signum)
         if len(signals) > 1:
             log.warning("second signal: ending at once")
-            _exit_now(130)
+            exit_now(130)
         changed.set()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -249,6 +138,8 @@ def start_leader(
 
     def on_tick(stats: TickStats) -> None:
         metrics.ticks.inc()
+        if tokens := stats.prompt_tokens + stats.tokens:
+            metrics.iteration_tokens.observe(tokens)
         late = engine.compilations.take()
         if late:
             metrics.compilations_after_ready.inc(late)
@@ -273,8 +164,10 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
     from k3serve.api.server import serve as serve_http
     from k3serve.api.settings import ApiSettings
 
+    tokenizer = load_tokenizer(config.checkpoint)
     settings = ApiSettings(
         vocab_size=engine.config.vocab_size,
+        eos_ids=(engine.config.eos_token_id,) if tokenizer is None else (),
         host=config.host,
         port=config.port,
         served_model_names=model_names(config),
@@ -285,22 +178,12 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
         max_body_bytes=config.max_body_mib << 20,
     )
     try:
-        return serve_http(leader, load_tokenizer(config.checkpoint), settings, metrics)
+        return serve_http(leader, tokenizer, settings, metrics)
     except OSError as error:
         raise ConfigError(
             f"--host {config.host} --port {config.port}: cannot listen there ({error}); "
             "stop what uses the port, or choose another (0 picks a free one)"
         ) from error
-
-
-def load_tokenizer(checkpoint: Path) -> Any:
-    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
-    from k3serve.text.tokenizer import Tokenizer
-
-    if not (checkpoint / "tiktoken.model").exists():
-        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
-        return None
-    return Tokenizer.load(checkpoint)
 
 
 def model_names(config: ServeConfig) -> tuple[str, ...]:
@@ -313,94 +196,3 @@ def _announce(config: ServeConfig, port: int, name: str) -> None:
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("%s is ready: %s", name, url)
-
-
-# ------------------------------------------------------------------------------------- score
-
-
-def score(
-    *,
-    checkpoint: Path,
-    input: Path,
-    output: Path,
-    dtype: str,
-    logits: bool,
-    top: int,
-    ranks: int | None,
-) -> int:
-    """The `score` command; see its --help."""
-    from k3serve.score import score as score_lines
-
-    _start_logging()
-    if ranks is not None and ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: must be at least 1")
-    _check_output(output)
-    join(HostGroup(num_hosts=1), cpu_ranks=ranks or 1)
-    _use_compilation_cache()
-    target = TargetConfig.from_dir(checkpoint)
-    on_cpu = jax.devices()[0].platform == "cpu"
-    lines = _read_lines(input)
-    tokenizer = load_tokenizer(checkpoint) if any("text" in line for line in lines) else None
-    arrays = score_lines(
-        checkpoint,
-        lines,
-        dtype=_dtype(dtype, on_cpu),
-        want_logits=logits,
-        top=top,
-        ranks=ranks or 1,
-        expert_format=_expert_format("auto", target, on_cpu),
-        encode=_strict_encode(tokenizer) if tokenizer is not None else None,
-        progress=_Progress("scoring lines"),
-    )
-    _write_npz(output, arrays)
-    log.info("wrote %d sequences to %s", len(lines), output)
-    return 0
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; blank lines are skipped."""
-    lines = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input {path}: cannot be read as UTF-8 text ({error})") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # U+2028 may stand in a string
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--input {path}, line {number}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise ConfigError(f"--input {path}, line {number}: must be an object, is {line[:80]!r}")
-        lines.append(value)
-    return lines
-
-
-def _strict_encode(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Refuses what the server refuses: text with half a surrogate pair."""
-    from k3serve.text.tokenizer import check_text
-
-    return lambda text: tokenizer.encode(check_text(text, "text"))
-
-
-def _check_output(path: Path) -> None:
-    """Before hours of work, not after."""
-    if path.suffix != ".npz":
-        raise ConfigError(f"--output {path}: the name must end in .npz")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"--output {path}: cannot be written; name a file in a folder that exists and is yours"
-        )
-
-
-def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Whole or not at all: the file appears under its name when it is complete."""
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ConfigError(f"--output {path}: cannot be written ({error})") from error

@@ -10,14 +10,13 @@ Try it: `TargetConfig.from_dir("tests/data/k3_tiny")`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from k3serve.errors import ConfigError
-
-Number = TypeVar("Number", int, float)
+from k3serve.sections import Section, refuse_unknown
 
 # Keys of text_config (or of a flat config) that do not change what the model computes.
 HARMLESS_KEYS = frozenset(
@@ -148,6 +147,10 @@ class TargetConfig:
             raw = json.loads(file.read_text())
         except FileNotFoundError:
             raise ConfigError(f"{file}: no such file; a checkpoint folder needs it") from None
+        except OSError as error:  # not a folder, not readable, ...
+            raise ConfigError(
+                f"{file}: cannot be read ({error.strerror}); name a checkpoint folder that can"
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{file}: not valid JSON ({error})") from None
         return TargetConfig.from_dict(raw)
@@ -161,14 +164,14 @@ class TargetConfig:
             raise ConfigError(f"config.json must hold an object, not {type(raw).__name__}")
         model_type = raw.get("model_type")
         if model_type == "kimi_k3":
-            _refuse_unknown(raw, TOP_KEYS, "")
-            text = _Section(raw.get("text_config"), "text_config.")
+            refuse_unknown(raw, TOP_KEYS, "")
+            text = Section(raw.get("text_config"), "text_config.")
             text.one_of("model_type", ("kimi_linear",), default="kimi_linear")
-            top = _Section(raw, "")
+            top = Section(raw, "")
             top.one_of("tie_word_embeddings", (False,), default=False)
             return _target(text, "kimi_k3", _vision(raw.get("vision_config")))
         if model_type == "kimi_linear":
-            text = _Section(raw, "")
+            text = Section(raw, "")
             text.get("model_type")
             return _target(text, "kimi_linear", None)
         raise ConfigError(
@@ -176,77 +179,11 @@ class TargetConfig:
         )
 
 
-class _Section:
-    """One object of config.json that remembers which keys were read."""
-
-    def __init__(self, values: Any, prefix: str) -> None:
-        if not isinstance(values, Mapping):
-            name = prefix.rstrip(".") or "config.json"
-            raise ConfigError(f"{name} must be an object, not {values!r}")
-        self.values = values
-        self.prefix = prefix
-        self.seen: set[str] = set()
-
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def get(self, key: str, *default: Any) -> Any:
-        self.seen.add(key)
-        if key in self.values:
-            return self.values[key]
-        if default:
-            return default[0]
-        raise ConfigError(f"{self.prefix}{key} is missing; the model cannot be built without it")
-
-    def _fail(self, key: str, value: Any, supported: str) -> ConfigError:
-        name = f"{self.prefix}{key}"
-        return ConfigError(f"{name}={value!r} is not supported; supported: {supported}")
-
-    def whole(self, key: str, *default: int, least: int = 1) -> int:
-        value = self.get(key, *default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._fail(key, value, f"an integer of at least {least}")
-        return value
-
-    def real(self, key: str, *default: float, above: float = 0.0) -> float:
-        value = self.get(key, *default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-            raise self._fail(key, value, f"a number above {above}")
-        return float(value)
-
-    def flag(self, key: str, *default: bool) -> bool:
-        value = self.get(key, *default)
-        if not isinstance(value, bool):
-            raise self._fail(key, value, "true, false")
-        return value
-
-    def one_of(self, key: str, supported: tuple[Any, ...], *, default: Any) -> Any:
-        value = self.get(key, default)
-        if not any(
-            value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported
-        ):
-            raise self._fail(key, value, ", ".join(repr(s) for s in supported))
-        return value
-
-    def refuse_rest(self, harmless: Iterable[str] = ()) -> None:
-        _refuse_unknown(self.values, self.seen | set(harmless), self.prefix)
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        key = unknown[0]
-        raise ConfigError(
-            f"{prefix}{key}={values[key]!r} is an unknown key; supported: the keys of Kimi K3 and "
-            "Kimi-Linear. If it does not change what the model computes, remove it from config.json"
-        )
-
-
-def _target(text: _Section, family: str, vision: VisionConfig | None) -> TargetConfig:
+def _target(text: Section, family: str, vision: VisionConfig | None) -> TargetConfig:
     for key, supported in SUPPORTED.items():
         text.one_of(key, supported, default=supported[0])
     layers = text.whole("num_hidden_layers")
-    linear = _Section(text.get("linear_attn_config"), f"{text.prefix}linear_attn_config.")
+    linear = Section(text.get("linear_attn_config"), f"{text.prefix}linear_attn_config.")
     kda_layers, mla_layers = _layer_lists(linear, layers)
     norm_eps = text.real("rms_norm_eps")
     # transformers builds kimi_linear's kv_a_layernorm with its class default; K3's port uses
@@ -297,46 +234,49 @@ def _target(text: _Section, family: str, vision: VisionConfig | None) -> TargetC
         max_position=_max_position(text),
         vision=vision,
     )
-    text.get("q_lora_rank", None)
-    text.get(latent, None)
-    text.get("model_type", None)
-    text.one_of(
-        "num_key_value_heads", (config.mla_heads,), default=config.mla_heads
-    )  # MLA has no grouped heads
-    linear.refuse_rest()
-    text.refuse_rest(HARMLESS_KEYS)
+    _check_rest(text, linear, config)
     _check_sizes(text, config)
     return config
 
 
-def _per_token(text: _Section) -> int:
+def _check_rest(text: Section, linear: Section, config: TargetConfig) -> None:
+    """Refuses whatever key has not been read by now."""
+    for absent_or_null in ("q_lora_rank", "routed_expert_hidden_size", "model_type"):
+        text.get(absent_or_null, None)
+    heads = config.mla_heads  # MLA has no grouped heads
+    text.one_of("num_key_value_heads", (heads,), default=heads)
+    linear.refuse_rest()
+    text.refuse_rest(HARMLESS_KEYS)
+
+
+def _per_token(text: Section) -> int:
     """K3 and Kimi-Linear write num_experts_per_token; some exports num_experts_per_tok."""
     other = "num_experts_per_tok"
     return text.whole(other if other in text.values else "num_experts_per_token")
 
 
-def _max_position(text: _Section) -> int:
+def _max_position(text: Section) -> int:
     other = "max_position_embeddings"
     text.get("model_max_length", None)
     return text.whole(other if other in text.values else "model_max_length")
 
 
-def _lower_bound(linear: _Section) -> float | None:
+def _lower_bound(linear: Section) -> float | None:
     bound = linear.get("gate_lower_bound", None)
     if bound is None:
         return None
     if not isinstance(bound, int | float) or isinstance(bound, bool) or not bound < 0:
-        raise linear._fail("gate_lower_bound", bound, "a negative number, or null for softplus")
+        raise linear.failure("gate_lower_bound", bound, "a negative number, or null for softplus")
     return float(bound)
 
 
-def _layer_lists(linear: _Section, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layer_lists(linear: Section, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The 1-based lists as 0-based tuples; together they must name every layer once."""
     lists = []
     for key in ("kda_layers", "full_attn_layers"):
         value = linear.get(key)
         if not isinstance(value, list) or not all(type(n) is int for n in value):
-            raise linear._fail(key, value, "a list of 1-based layer numbers")
+            raise linear.failure(key, value, "a list of 1-based layer numbers")
         lists.append(tuple(sorted(n - 1 for n in value)))
     if sorted(lists[0] + lists[1]) != list(range(layers)):
         raise ConfigError(
@@ -347,23 +287,23 @@ def _layer_lists(linear: _Section, layers: int) -> tuple[tuple[int, ...], tuple[
     return lists[0], lists[1]
 
 
-def _is_packed(text: _Section) -> bool:
+def _is_packed(text: Section) -> bool:
     """True for MXFP4 experts. Which tensors are packed is decided by their names, not by the ignore
     list.
     """
     quant = text.get("quantization_config", None)
     if quant is None:
         return False
-    section = _Section(quant, f"{text.prefix}quantization_config.")
+    section = Section(quant, f"{text.prefix}quantization_config.")
     section.one_of("quant_method", ("compressed-tensors",), default=None)
     section.one_of("format", ("mxfp4-pack-quantized",), default=None)
     section.one_of("kv_cache_scheme", (None,), default=None)
     groups = section.get("config_groups", {})
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         prefix = f"{section.prefix}config_groups.{name}."
-        member = _Section(group, prefix)
+        member = Section(group, prefix)
         member.one_of("input_activations", (None,), default=None)
-        weights = _Section(member.get("weights"), f"{prefix}weights.")
+        weights = Section(member.get("weights"), f"{prefix}weights.")
         weights.one_of("num_bits", (4,), default=4)
         weights.one_of("type", ("float",), default="float")
         weights.one_of("group_size", (32,), default=32)
@@ -374,10 +314,10 @@ def _is_packed(text: _Section) -> bool:
 def _vision(raw: Any) -> VisionConfig | None:
     if raw is None:
         return None
-    v = _Section(raw, "vision_config.")
+    v = Section(raw, "vision_config.")
     merge = v.get("merge_kernel_size", [2, 2])
     if not isinstance(merge, list) or not all(type(n) is int and n > 0 for n in merge):
-        raise v._fail("merge_kernel_size", merge, "a list of two positive integers")
+        raise v.failure("merge_kernel_size", merge, "a list of two positive integers")
     cells = 1
     for n in merge:
         cells *= n
@@ -394,10 +334,10 @@ def _vision(raw: Any) -> VisionConfig | None:
     )
 
 
-def _check_sizes(text: _Section, config: TargetConfig) -> None:
+def _check_sizes(text: Section, config: TargetConfig) -> None:
     """Values that are well-formed alone but not together."""
     if config.experts_per_token > config.num_experts:
-        raise text._fail(
+        raise text.failure(
             "num_experts_per_token", config.experts_per_token, f"1..{config.num_experts}"
         )
     if config.packed_experts:
@@ -406,12 +346,12 @@ def _check_sizes(text: _Section, config: TargetConfig) -> None:
             ("moe_intermediate_size", config.expert_width),
         ):
             if size % 32:
-                raise text._fail(key, size, "multiples of 32, for MXFP4 groups are 32 columns")
+                raise text.failure(key, size, "multiples of 32, for MXFP4 groups are 32 columns")
     if config.latent_norm and config.latent_size is None:
-        raise text._fail("latent_moe_use_norm", True, "true only with routed_expert_hidden_size")
+        raise text.failure("latent_moe_use_norm", True, "true only with routed_expert_hidden_size")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(config, key) >= config.vocab_size:
-            raise text._fail(key, getattr(config, key), f"ids below {config.vocab_size}")
+            raise text.failure(key, getattr(config, key), f"ids below {config.vocab_size}")
 
 
 def check_ranks(config: TargetConfig, ranks: int) -> None:

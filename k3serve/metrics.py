@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 _LABELS = ("model_name", "engine")
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 30, 60, 300)
 _GAPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -46,6 +47,20 @@ class Metrics:
         )
         self.request_generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Tokens generated for a sequence.", _TOKENS
+        )
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between the tokens of a sequence.",
+            _GAPS,
+        )
+        self.request_params_n = self._histogram(
+            "vllm:request_params_n", "Choices asked for by a request.", _CHOICES
+        )
+        self.request_params_max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Token budget of a sequence.", _TOKENS
+        )
+        self.iteration_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Prompt and generated tokens of a busy tick.", _TOKENS
         )
         self.http_responses = Counter(
             "k3serve_http_responses",

@@ -85,7 +85,8 @@ class ServeConfig:
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        if self.hosts is not None and (self.num_hosts or self.coordinator or self.host_id):
+        others = (self.num_hosts, self.coordinator, self.host_id)
+        if self.hosts is not None and others != (None, None, None):
             raise ConfigError(
                 f"--hosts {self.hosts} starts all hosts on this machine: leave out --coordinator, "
                 "--num-hosts and --host-id, which join hosts that were started one by one"
@@ -106,11 +107,11 @@ class ServeConfig:
                     f"--coordinator {self.coordinator}: must be HOST:PORT, the address of host 0 "
                     "and a port that is free there"
                 )
-            if not 0 <= self.host_id < self.num_hosts:
-                raise ConfigError(
-                    f"--host-id {self.host_id}: must be 0 to {self.num_hosts - 1} "
-                    f"with --num-hosts {self.num_hosts}"
-                )
+        if self.host_id is not None and not 0 <= self.host_id < self.num_hosts:
+            raise ConfigError(
+                f"--host-id {self.host_id}: must be 0 to {self.num_hosts - 1} "
+                f"with --num-hosts {self.num_hosts}"
+            )
 
     def common(self) -> dict[str, str]:
         """Flags that must be equal on all hosts, with their values."""
@@ -118,12 +119,22 @@ class ServeConfig:
 
     def tick_shape(self, model_context: int) -> TickShape:
         """The fixed sizes of this run; model_context is the most tokens the model was made for."""
-        context = self.context or min(model_context, 8192)
+        page = self.page_tokens
+        context = self.context or min(model_context, 8192) // page * page
         if context > model_context:
             raise ConfigError(
                 f"--context {context}: the model's own limit is {model_context}; use at most that"
             )
-        pages_per_slot = -(-context // self.page_tokens)
+        if context == 0:
+            raise ConfigError(
+                f"--page-tokens {page}: a page must fit the model's context of {model_context}"
+            )
+        if context % page:
+            raise ConfigError(
+                f"--context {context}: must be whole pages of --page-tokens {page}; "
+                f"use {context // page * page}"
+            )
+        pages_per_slot = context // page
         return TickShape(
             max_slots=self.max_slots,
             page_tokens=self.page_tokens,

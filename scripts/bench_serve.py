@@ -43,9 +43,9 @@ class Bare:
     """The engine behind the leader's loop without threads, mailboxes and HTTP."""
 
     def __init__(self, checkpoint: Path | None) -> None:
-        from k3serve.app import build_engine
         from k3serve.lockstep.bare import BareLoop
         from k3serve.settings import ServeConfig
+        from k3serve.startup import build_engine
 
         settings = {} if checkpoint is None else {"checkpoint": checkpoint}
         engine = build_engine(ServeConfig(**settings))

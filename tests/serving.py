@@ -82,13 +82,17 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return response.read().decode()
 
-    def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
-        """The answer's JSON; urllib.error.HTTPError on an error status."""
+    def open(self, path: str, body: Any, timeout_s: float = 120) -> Any:
+        """The response to a POST, still open; urllib.error.HTTPError on an error status."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.loads(response.read())
+        return urllib.request.urlopen(request, timeout=timeout_s)
+
+    def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
+        """The answer's JSON; urllib.error.HTTPError on an error status."""
+        with self.open(path, body, timeout_s) as response:
+            return json.load(response)
 
     def children(self) -> list[int]:
         """Process ids of the hosts that this process started."""

@@ -139,6 +139,13 @@ def test_unreadable_config_files(tmp_path, content, words):
         TargetConfig.from_dir(tmp_path)
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model.safetensors.*cannot be read.*folder"):
+        TargetConfig.from_dir(file)
+
+
 def test_rank_counts():
     c = TargetConfig.from_dir(DATA / "k3_tiny")
     for ranks in (1, 2, 4):

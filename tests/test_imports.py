@@ -18,6 +18,7 @@ RANKS = {
     "errors": 0,
     "wire": 0,
     "config": 0,
+    "sections": 0,
     "settings": 0,
     "metrics": 0,
     "model": 1,
@@ -29,10 +30,13 @@ RANKS = {
     "lockstep": 3,
     "score": 3,
     "local_hosts": 3,
-    "app": 4,
-    "__main__": 5,
+    "startup": 4,
+    "app": 5,
+    "score_command": 5,
+    "__main__": 6,
 }
-RANK0_AMONG_THEMSELVES = {"types", "errors", "wire", "config", "settings", "metrics"}
+RANK0_AMONG_THEMSELVES = {name for name, rank in RANKS.items() if rank == 0}
+RANK0_PACKAGES = {"numpy", "prometheus_client"}  # beside the standard library
 KERNEL_USERS = {"runtime", "checkpoint"}
 NEVER_JAX = {"text", "api", "scheduler", "lockstep", *RANK0_AMONG_THEMSELVES}
 
@@ -69,6 +73,9 @@ def test_imports_point_down(path: Path) -> None:
         top = name.split(".")[0]
         if part in NEVER_JAX:
             assert top not in {"jax", "jaxlib", "flax", "orbax"}, f"{path} imports {name}"
+        if RANKS[part] == 0:
+            allowed = top in sys.stdlib_module_names | RANK0_PACKAGES | {"k3serve"}
+            assert allowed, f"{path} imports {name}"
         if top != "k3serve" or name == "k3serve":
             continue
         other = name.split(".")[1]

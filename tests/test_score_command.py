@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from k3serve.__main__ import main
-from k3serve.app import _read_lines
+from k3serve.score_command import _read_lines
 from tests.serving import TINY_CHAT
 
 
 @pytest.fixture(autouse=True)
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX is up in this process: nothing of it is set up again."""
-    for name in ("join", "_use_compilation_cache"):
-        monkeypatch.setattr(f"k3serve.app.{name}", lambda *_, **__: None)
+    for name in ("join", "use_compilation_cache"):
+        monkeypatch.setattr(f"k3serve.score_command.{name}", lambda *_, **__: None)
 
 
 def score(folder: Path, line: str, *flags: str, output: str = "out.npz") -> int:

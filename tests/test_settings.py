@@ -28,7 +28,9 @@ from k3serve.settings import ServeConfig
         ({"connect_timeout_s": 10**11}, ["--connect-timeout", "1 to 86400"]),
         ({"host": " "}, ["--host", "0.0.0.0"]),
         ({"hosts": 2, "num_hosts": 2}, ["--hosts 2", "--num-hosts"]),
+        ({"hosts": 2, "host_id": 0}, ["--hosts 2", "--host-id"]),
         ({"host_id": 1}, ["--num-hosts"]),
+        ({"num_hosts": 1, "host_id": 1}, ["--host-id 1", "0 to 0"]),
         ({"num_hosts": 2, "host_id": 0}, ["--coordinator"]),
         ({"num_hosts": 2, "host_id": 0, "coordinator": "a"}, ["--coordinator a", "HOST:PORT"]),
         ({"num_hosts": 2, "host_id": 0, "coordinator": "a:b"}, ["--coordinator a:b"]),
@@ -45,13 +47,32 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], words: list[
 
 
 def test_the_context_is_cut_into_pages() -> None:
-    shape = ServeConfig(context=100, page_tokens=64, max_slots=3).tick_shape(2048)
+    shape = ServeConfig(context=128, page_tokens=64, max_slots=3).tick_shape(2048)
     assert (shape.pages_per_slot, shape.num_pages, shape.max_context) == (2, 6, 128)
+
+
+def test_a_slot_holds_no_more_than_was_asked_for_or_than_the_model_knows() -> None:
+    with pytest.raises(ConfigError, match=r"--context 100.*--page-tokens 64; use 64"):
+        ServeConfig(context=100).tick_shape(2048)
+    assert ServeConfig().tick_shape(1000).max_context == 960
+    with pytest.raises(ConfigError, match=r"--page-tokens 2048.*1000"):
+        ServeConfig(page_tokens=2048).tick_shape(1000)
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--context 4096.*2048"):
         ServeConfig(context=4096).tick_shape(2048)
+
+
+def test_names_may_be_given_at_once_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3serve import __main__
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(__main__, "_serve", lambda options: seen.append(options) or 0)
+    assert __main__.main(["--api-key", "a,b", "--api-key", "c", "--served-model-name", "x"]) == 0
+    assert __main__.main([]) == 0
+    assert [options["api_keys"] for options in seen] == [("a", "b", "c"), ()]
+    assert seen[0]["served_model_names"] == ("x",)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,8 @@ class _Open:
 
     request: Request
     outbox: Outbox
-    last_event_s: float = 0.0  # 0: none yet
+    first_event_s: float = 0.0  # of an event with tokens; 0: none yet
+    last_event_s: float = 0.0
 
 
 def _failed(reason: str) -> RequestError:
@@ -59,6 +60,8 @@ class Group:
         except BaseException:
             self._cancel_all()
             raise
+        choices = 1 + max(request.sampling.choice for request in requests)
+        context.metrics.request_params_n.observe(choices)
 
     def __enter__(self) -> Group:
         return self
@@ -89,6 +92,10 @@ class Group:
         metrics.request_prompt_tokens.observe(len(entry.request.prompt))
         metrics.generation_tokens.inc(tokens)
         metrics.request_generation_tokens.observe(tokens)
+        metrics.request_params_max_tokens.observe(entry.request.sampling.max_tokens)
+        if tokens > 1:
+            span_s = entry.last_event_s - entry.first_event_s
+            metrics.time_per_output_token.observe(span_s / (tokens - 1))
 
     def events(self) -> Iterator[tuple[int, TokenEvent]]:
         """Events of all sequences as they come, until `finish` was called for each."""
@@ -135,6 +142,7 @@ class Group:
         elif tokens:
             self._context.metrics.time_to_first_token.observe(now - self._started_s)
         if tokens:
+            entry.first_event_s = entry.first_event_s or now
             entry.last_event_s = now
 
     def _check_client(self) -> None:

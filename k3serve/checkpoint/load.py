@@ -78,4 +78,5 @@ def _fill(leaf: Leaf, read: sources.Reader, mesh: Mesh) -> jax.Array:
             part = np.ascontiguousarray(part, dtype=leaf.dtype)
             held = bounds
         shards.append(jax.device_put(part, device))
+    jax.block_until_ready(shards)  # else slices on their way to the devices would pile up
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)

@@ -13,7 +13,6 @@ import numpy as np
 
 from k3serve.errors import CheckpointError
 from k3serve.model.mxfp4 import GROUP, VALUES
-from k3serve.model.mxfp4 import dequantise as dequantise_jax
 
 _TABLE = np.array(VALUES, np.float32)
 
@@ -38,6 +37,3 @@ def check_scales(name: str, scales: np.ndarray) -> None:
             f"{name}: scale byte {byte} found at {place}, expected 1..254; "
             "the file is damaged or not MXFP4"
         )
-
-
-__all__ = ["GROUP", "VALUES", "check_scales", "dequantise", "dequantise_jax"]

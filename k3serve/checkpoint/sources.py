@@ -6,7 +6,8 @@ more of the file than that. Files hold matrices [out, in], weights are [in, out]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from k3serve.errors import CheckpointError
 Index = tuple[slice, ...]
 Reader = Callable[[Index], np.ndarray]
 Path = tuple[str | int, ...]
+T = TypeVar("T")
 
 
 def readers(checkpoint: Checkpoint, config: TargetConfig) -> Callable[[Path], Reader]:
@@ -135,8 +137,7 @@ class _Readers:
         """[in, parts, out]; the parts are whole in every slice."""
 
         def read(index: Index) -> np.ndarray:
-            parts = [self.file.read(name, (index[2], index[0])).T for name in names]
-            return np.stack(parts, axis=1)
+            return _stack(names, 1, lambda name: self.file.read(name, (index[2], index[0])).T)
 
         return read
 
@@ -145,8 +146,9 @@ class _Readers:
 
         def read(index: Index) -> np.ndarray:
             taps = self.config.conv_width
-            parts = [self.file.read(name, (index[2],)).reshape(-1, taps).T for name in names]
-            return np.stack(parts, axis=1)
+            return _stack(
+                names, 1, lambda name: self.file.read(name, (index[2],)).reshape(-1, taps).T
+            )
 
         return read
 
@@ -172,7 +174,8 @@ class _Readers:
             rows = index[0]
             end = min(rows.stop, self.config.vocab_size)
             part = self.file.read(name, (slice(min(rows.start, end), end), index[1]))
-            return np.pad(part, [(0, rows.stop - rows.start - part.shape[0]), (0, 0)])
+            missing = rows.stop - rows.start - part.shape[0]
+            return np.pad(part, [(0, missing), (0, 0)]) if missing else part
 
         return read
 
@@ -207,9 +210,9 @@ class _Readers:
         def read(index: Index) -> np.ndarray:
             experts = range(index[0].start, index[0].stop)
             if len(parts) == 1:
-                return np.stack([one(f"{base}{e}.{parts[0]}.weight") for e in experts])
-            return np.stack(
-                [np.stack([one(f"{base}{e}.{p}.weight") for p in parts], axis=1) for e in experts]
+                return _stack(experts, 0, lambda e: one(f"{base}{e}.{parts[0]}.weight"))
+            return _stack(
+                experts, 0, lambda e: _stack(parts, 1, lambda p: one(f"{base}{e}.{p}.weight"))
             )
 
         return read
@@ -227,10 +230,23 @@ class _Readers:
         def read(index: Index) -> np.ndarray:
             experts = range(index[0].start, index[0].stop)
             if len(parts) == 1:
-                return np.stack([one(e, parts[0]) for e in experts])
-            return np.stack([np.stack([one(e, p) for p in parts]) for e in experts])
+                return _stack(experts, 0, lambda e: one(e, parts[0]))
+            return _stack(experts, 0, lambda e: _stack(parts, 0, lambda p: one(e, p)))
 
         return read
+
+
+def _stack(items: Sequence[T], axis: int, read: Callable[[T], np.ndarray]) -> np.ndarray:
+    """np.stack of read(item) that holds the result and one item, never all items beside it."""
+    first = read(items[0])
+    shape = (*first.shape[:axis], len(items), *first.shape[axis:])
+    out = np.empty(shape, first.dtype)
+    for i, item in enumerate(items):
+        part = first if i == 0 else read(item)
+        if (wider := np.promote_types(out.dtype, part.dtype)) != out.dtype:
+            out = out.astype(wider)  # a file may mix BF16 and F32
+        out[(slice(None),) * axis + (i,)] = part
+    return out
 
 
 def _bf16() -> np.dtype:

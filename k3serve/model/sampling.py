@@ -2,7 +2,7 @@
 
 Rule: a row's token is a pure function of that row's logits, its settings and (seed, choice,
 position, purpose); nothing here depends on the other rows of the batch. The order of the steps is
-that of architecture.md section 8. No sort: the top-k and top-p cuts find their threshold by
+that of the first line. No sort: the top-k and top-p cuts find their threshold by
 bisection on the float's bits, which is exact, costs 32 passes over the row, and keeps every token
 that ties with the last one kept.
 """

@@ -178,17 +178,11 @@ def _mlp(config: TargetConfig, layer: LayerWeights, x: Array, live: Array) -> Ar
     return moe(config, layer.mlp, x, live)
 
 
-def page_steps(length: int, page_tokens: int) -> range:
-    """Starts of the pages that a prompt of so many tokens takes."""
-    return range(0, max(length, 1), page_tokens)
-
-
 __all__ = [
     "Taps",
     "decode_rows",
     "embed",
     "head_logits",
     "local_head_logits",
-    "page_steps",
     "prefill_page",
 ]

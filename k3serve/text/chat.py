@@ -114,7 +114,8 @@ def _bad(param: str, problem: str) -> RequestError:
 
 def _check_messages(messages: object) -> None:
     if not isinstance(messages, list | tuple) or not messages:
-        raise _bad("messages", f"is {shown(messages)}, a list of at least one message is needed")
+        found = "empty" if isinstance(messages, list | tuple) else shown(messages)
+        raise _bad("messages", f"is {found}, a list of at least one message is needed")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise _bad(f"messages[{i}]", f"is {shown(message)}, an object is needed")

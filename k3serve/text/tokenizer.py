@@ -12,7 +12,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,18 +97,6 @@ def check_text(text: str, param: str) -> str:
             code="invalid_unicode",
         ) from None
     return text
-
-
-def check_ids(ids: Sequence[object], vocab_size: int, param: str) -> None:
-    """A 400 naming position and value of the first entry that is no id of the vocabulary."""
-    for position, value in enumerate(ids):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise RequestError(
-                f"{param}[{position}] is {shown(value)}, not a token id: "
-                f"an integer from 0 to {vocab_size - 1} is needed",
-                param=f"{param}[{position}]",
-                code="invalid_token_id",
-            )
 
 
 def split_long(text: str) -> Iterator[str]:

@@ -131,6 +131,10 @@ def test_metrics_count(start_server: Any) -> None:
     assert seen["vllm:time_to_first_token_seconds_count"] == 3
     assert seen["vllm:inter_token_latency_seconds_count"] == 1
     assert seen["vllm:e2e_request_latency_seconds_count"] == 3
+    assert seen["vllm:request_time_per_output_token_seconds_count"] == 3
+    assert seen["vllm:request_params_n_sum"] == 3
+    budgets = sum(r.sampling.max_tokens for r in served.executor.submitted)
+    assert seen["vllm:request_params_max_tokens_sum"] == budgets
     assert seen["vllm:admission_rejections_total"] == 1
     assert seen["k3serve_compilations_after_ready_total"] == 0
     assert seen["vllm:num_requests_running"] == 0

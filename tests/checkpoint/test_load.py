@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -102,6 +103,24 @@ def test_a_rank_reads_no_more_than_its_share(monkeypatch):
     part((slice(8, 12), slice(0, 2), slice(0, 64), slice(0, 32)))
     touched = {int(n.split(".experts.")[1].split(".")[0]) for n in read if ".experts." in n}
     assert touched == {8, 9, 10, 11}
+
+
+@pytest.mark.parametrize("expert_format", ["dense", "packed"])
+def test_a_weight_is_put_together_beside_one_tensor_at_a_time(expert_format):
+    from k3serve.checkpoint import sources
+
+    config = TargetConfig.from_dir(DATA / "k3_tiny")
+    find = sources.readers(Checkpoint.open(DATA / "k3_tiny", config), config)
+    suffix = {"dense": "", "packed": "_codes"}[expert_format]
+    read = find(("layers", 1, "mlp", "experts", f"gate_up{suffix}"))
+    everything = (slice(0, config.num_experts), *[slice(None)] * 3)
+    tracemalloc.start()
+    try:
+        part = read(everything)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert part.nbytes <= peak < 1.5 * part.nbytes  # a second copy of all experts would be 2
 
 
 def test_single_file_layout_is_the_same(k3, tmp_path):

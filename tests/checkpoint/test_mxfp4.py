@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from k3serve.checkpoint.mxfp4 import check_scales, dequantise, dequantise_jax
+from k3serve.checkpoint.mxfp4 import check_scales, dequantise
 from k3serve.errors import CheckpointError
+from k3serve.model.mxfp4 import dequantise as dequantise_jax
 from tests.checkpoint.files import DATA
 
 BOTH = [dequantise, dequantise_jax]

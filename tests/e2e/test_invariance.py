@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -77,6 +78,40 @@ def test_pc_60_seeds(nano: Server) -> None:
     assert [c["text"] for c in choices(nano, ask | {"seed": 1, "n": 4})] == four
     zero = [choices(nano, ask | {"seed": 0})[0]["text"] for _ in range(2)]
     assert zero[0] == zero[1]
+
+
+def test_pc_43_greedy_copies_are_the_same_alone_and_in_a_full_batch(nano: Server) -> None:
+    """Rare pieces in a row, as in identifiers; with drafts the same must hold at every depth."""
+    rng = random.Random(43)
+    asked = []
+    for _ in range(12):
+        line = "".join(rng.choice("0123456789abcdef") for _ in range(16))
+        asked.append({"prompt": f"{line} {line} {line} ", "max_tokens": 24, "temperature": 0,
+                      "ignore_eos": True, "logprobs": 1, "return_token_ids": True})  # fmt: skip
+    alone = [choices(nano, body) for body in asked]
+    for burst in (16, 5):
+        with ThreadPoolExecutor(burst) as pool:
+            assert list(pool.map(lambda body: choices(nano, body), asked)) == alone
+
+
+def test_pc_45_chats_that_ask_for_json_leave_the_others_alone(nano: Server) -> None:
+    """Nothing is enforced yet: every answer must say so, and free requests must not change."""
+    ask = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40,
+           "temperature": 0, "logprobs": True}  # fmt: skip
+    bound = ask | {"response_format": {"type": "json_object"}, "temperature": 1}
+
+    def answer(body: dict[str, Any]) -> tuple[Any, str | None]:
+        with nano.open("/v1/chat/completions", body) as response:
+            return json.load(response)["choices"], response.headers["x-k3serve-ignored"]
+
+    alone, nothing = answer(ask)
+    assert nothing is None
+    with ThreadPoolExecutor(16) as pool:
+        crowd = list(pool.map(answer, [bound, ask] * 15))
+    for reply, ignored in crowd[0::2]:
+        assert reply[0]["finish_reason"] in ("stop", "length")
+        assert ignored is not None and "response_format" in ignored
+    assert all(reply == alone for reply, _ in crowd[1::2])
 
 
 def test_pc_57_no_prompt_length_or_mix_compiles(nano: Server) -> None:

@@ -15,6 +15,7 @@ from tests.serving import DATA, Server
 
 RUNNER = DATA / "lm_eval" / "run_eval.py"
 LIMIT = 6  # documents a task; 40 by hand
+MAX_LENGTH = 1024  # the runner's
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,18 @@ def test_multiple_choice_scores_equal_score_exactly(nano: Server, out: Path) -> 
         assert float(value) == sum(own.tolist()), i
         best = scored[f"greedy_{i}"][start - 1 : -1]
         assert (str(is_greedy) == "True") == (best.tolist() == sequences[i][start:]), i
+
+
+def test_rolling_scores_equal_score_exactly(nano: Server, out: Path) -> None:
+    """Each token of a text given those before it, the first one given the begin token."""
+    begin = nano.post("/tokenize", {"prompt": nano.get("/tokenizer_info")["bos_token"]})["tokens"]
+    assert len(begin) == 1
+    rows = samples(out, "k3serve_ppl")
+    sequences = [
+        begin + nano.post("/tokenize", {"prompt": row["doc"]["text"]})["tokens"] for row in rows
+    ]
+    assert len(rows) == LIMIT and max(map(len, sequences)) < MAX_LENGTH - 2  # one window each
+    scored = offline(sequences, out)
+    for i, row in enumerate(rows):
+        own = scored[f"logprobs_{i}"][1:].astype(float)
+        assert float(np.ravel(row["resps"])[0]) == sum(own.tolist()), i

@@ -11,9 +11,10 @@ import pytest
 
 from k3serve.errors import HostFailure, Overloaded, RequestError
 from k3serve.lockstep.leader import Leader, TickStats
+from k3serve.scheduler.scheduler import Scheduler
 from k3serve.types import Finish, Outbox, Request, Sampling, State, TokenEvent
 from tests.lockstep.conftest import SHAPE
-from tests.lockstep.fake_pod import WAIT_S, in_background
+from tests.lockstep.fake_pod import WAIT_S, FakeHost, in_background
 from tests.scheduler.fake_device import expected
 from tests.scheduler.simulate import random_request
 
@@ -82,6 +83,39 @@ def test_200_requests_from_8_threads_with_cancels(make_pod, make_leader):
     assert leader.drain(WAIT_S)
     capacity = leader.capacity()
     assert (capacity.running, capacity.waiting) == (0, 0)
+
+
+def test_only_the_engine_thread_touches_scheduler_and_device(make_pod, make_leader, monkeypatch):
+    """Invariant 5: one writer per thing, whatever the HTTP threads do."""
+    callers: dict[str, set[str]] = {}
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args, **options):
+            callers.setdefault(name, set()).add(threading.current_thread().name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("add", "cancel", "plan", "commit"):
+        watch(Scheduler, name)
+    for name in ("dispatch", "read"):
+        watch(FakeHost, name)
+    leader = make_leader(make_pod(), max_queue=40)
+
+    def client(number: int) -> None:
+        for i in range(5):
+            outbox = leader.submit(request(number * 5 + i))
+            if i == 2:
+                leader.cancel(number * 5 + i)
+            tokens_of(outbox)
+
+    for done in [in_background(client, number) for number in range(4)]:
+        done.result(WAIT_S)
+    assert leader.drain(WAIT_S)
+    assert set(callers) == {"add", "cancel", "plan", "commit", "dispatch", "read"}
+    assert set().union(*callers.values()) == {"k3serve-engine"}
 
 
 def test_a_new_request_is_in_the_next_plan_while_others_decode(make_pod, make_leader):

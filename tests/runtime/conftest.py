@@ -66,7 +66,7 @@ class Runner:
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    from k3serve.app import build_engine
+    from k3serve.startup import build_engine
 
     built = build_engine(CONFIG)
     built.compilations.reset()

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -194,6 +195,13 @@ def test_a_second_hosts_words_are_seen(engine: Engine, runner: Runner) -> None:
     assert wire.result_layout(engine.shape).array(result, "fault") == wire.Fault.CHECKSUM
 
 
+def test_a_late_compilation_is_counted(engine: Engine) -> None:
+    """Without this, invariant 4's counter could stay 0 for another reason."""
+    jax.block_until_ready(jax.jit(lambda x: x * 3 + 41)(np.arange(7)))
+    assert engine.compilations.take() >= 1
+    assert engine.compilations.take() == 0
+
+
 # --------------------------------------------------------------------------- the score command
 
 
@@ -213,7 +221,7 @@ def test_prompt_scores_equal_the_score_command_bit_for_bit(engine: Engine, runne
 
 
 def test_two_ranks_in_one_process_keep_the_goldens(engine: Engine) -> None:
-    from k3serve.app import build_engine
+    from k3serve.startup import build_engine
 
     two = Runner(build_engine(replace(CONFIG, ranks=2)))
     engine.compilations.reset()  # the second engine's own program

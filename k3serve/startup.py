@@ -1,0 +1,143 @@
+"""From settings to an engine that is ready to tick; what serving and scoring share.
+
+Rule: runs the same on every host, leader or follower; only load_tokenizer loads text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3serve import wire
+from k3serve.checkpoint.load import load
+from k3serve.checkpoint.vocabulary import sampling_mask
+from k3serve.config import TargetConfig
+from k3serve.errors import HostFailure
+from k3serve.runtime.engine import Engine
+from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
+from k3serve.settings import ServeConfig
+
+log = logging.getLogger("k3serve")
+
+
+def build_engine(config: ServeConfig) -> Engine:
+    """Joins the hosts, loads the weights and compiles; the engine of this host, ready to tick."""
+    group = HostGroup(
+        config.coordinator, config.num_hosts, config.host_id, config.connect_timeout_s
+    )
+    join(group, cpu_ranks=config.ranks or 1, on_timeout=end_on_failure)
+    use_compilation_cache()
+    target = TargetConfig.from_dir(config.checkpoint)
+    shape = config.tick_shape(target.max_position)
+    agree(_common(config), config.connect_timeout_s)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    mesh = make_mesh(config.ranks or (1 if on_cpu else None))
+    dtype = dtype_of(config.dtype, on_cpu)
+    started = time.monotonic()
+    weights = load(
+        config.checkpoint,
+        target,
+        mesh,
+        dtype=dtype,
+        expert_format=expert_format_of(config.experts, target, on_cpu),
+        progress=Progress("loading weights"),
+    )
+    log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
+    started = time.monotonic()
+    allowed = (
+        np.ones(target.vocab_size, bool)
+        if config.allow_reserved
+        else sampling_mask(config.checkpoint, target.vocab_size)
+    )
+    engine = Engine(target, shape, mesh, weights, allowed, dtype=dtype)
+    log.info("compiled in %.1f s", time.monotonic() - started)
+    wait_for_all_hosts(config.connect_timeout_s)
+    return engine
+
+
+def _common(config: ServeConfig) -> dict[str, str]:
+    """What must be equal on all hosts, by the name that a message should use."""
+    model = (config.checkpoint / "config.json").read_bytes()
+    return config.common() | {
+        "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
+        "the checkpoint's config.json (its checksum)": hashlib.sha256(model).hexdigest()[:16],
+    }
+
+
+def dtype_of(name: str, on_cpu: bool) -> Any:
+    if name == "auto":
+        name = "float32" if on_cpu else "bfloat16"
+    return jnp.dtype(name)
+
+
+def expert_format_of(name: str, target: TargetConfig, on_cpu: bool) -> str:
+    if name == "auto":
+        return "dense" if on_cpu or not target.packed_experts else "packed"
+    return name
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless JAX's own variable already says where."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+class Progress:
+    """Logs a long transfer at most every two seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+        self._logged = self._started
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._logged < 2.0:
+            return
+        self._logged = now
+        rate = done / (now - self._started)
+        left_s = (total - done) / rate if rate else float("inf")
+        log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
+
+
+def exit_now(status: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def start_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    for noisy in ("jax", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def end_on_failure(failure: HostFailure) -> None:
+    """From a watchdog: the main thread is blocked in a collective and cannot end the process."""
+    log.error("host failure: %s", failure)
+    exit_now(1)
+
+
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
+    from k3serve.text.tokenizer import Tokenizer
+
+    if not (checkpoint / "tiktoken.model").exists():
+        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
+        return None
+    return Tokenizer.load(checkpoint)
