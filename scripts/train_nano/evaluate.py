@@ -62,7 +62,7 @@ class CheckpointBackend:
 class ServerBackend:
     """Asks an OpenAI-compatible server over HTTP."""
 
-    def __init__(self, base_url: str, model: str, concurrency: int):
+    def __init__(self, base_url: str, model: str | None, concurrency: int):
         self.url = base_url.rstrip("/") + "/v1/chat/completions"
         self.model, self.concurrency = model, concurrency
 
@@ -79,7 +79,7 @@ class ServerBackend:
         return read_choice(choice)
 
 
-def request_body(case: Sample, model: str) -> dict[str, Any]:
+def request_body(case: Sample, model: str | None) -> dict[str, Any]:
     """The chat-completions request of a case."""
     body: dict[str, Any] = {
         "model": model,
@@ -213,7 +213,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
     add("--checkpoint", type=Path, default=Path("k3serve/assets/nano"), help="else: this folder")
-    add("--model", default="k3-nano", help="model name in requests to the server")
+    add("--model", help="model name in requests to the server [its default model]")
     add("--per-skill", type=int, default=12, help="cases per skill and thinking mode")
     add("--thinking", default="off,max", help="modes to test: off, on, low, high, max")
     add("--concurrency", type=int, default=8, help="requests at a time to the server")

@@ -22,7 +22,7 @@ class Stage:
 
 RECALL = Stage("recall", 2500, (144,), 0.55)
 CHAT = Stage("chat", 4000, (48, 80, 112, 160, 208, 272), 0.5)
-FULL = Stage("full", 3500, (56, 96, 144, 192, 256, 368), 0.5)
+FULL = Stage("full", 5500, (56, 96, 144, 192, 256, 368), 0.5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,12 +63,16 @@ class Sample:
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     must: tuple[str, ...] = ()
-    key: str = ""  # what decides whether the sample is held out
     text: str = ""
 
     @property
     def answer(self) -> Message:
         return self.messages[-1]
+
+    @property
+    def prompt(self) -> str:
+        """All that the system and the user say."""
+        return "\n".join(m.content for m in self.messages if m.role in ("system", "user"))
 
 
 def user(content: str) -> Message:
@@ -79,9 +83,14 @@ def assistant(content: str, think: str = "", calls: tuple[Call, ...] = ()) -> Me
     return Message("assistant", content, think, calls)
 
 
-def is_held_out(key: str) -> bool:
-    """True for one prompt in sixteen: those never occur in training, and only they are tested."""
-    return zlib.crc32(json.dumps(key).encode()) % 16 == 0
+def is_held_out(sample: Sample) -> bool:
+    """True for one prompt in sixteen: those are never trained on, and only they are tested.
+
+    A prompt is all that is said before the answer, so a short question that is held out may still
+    be trained on as a turn of a longer conversation or under a system prompt: else a fact that has
+    only a few wordings would never be told.
+    """
+    return bool(sample.messages) and zlib.crc32(json.dumps(sample.prompt).encode()) % 16 == 0
 
 
 # ----------------------------------------------------------------------------------- registry
@@ -119,10 +128,6 @@ def _register(table: dict[str, Skill], group: str, weight: float) -> Callable:
 
 
 def draw_turn(rng: random.Random, groups: tuple[str, ...] | None = None) -> Turn:
-    """A random single turn for use inside a conversation; never one whose prompt is held out."""
+    """A random single turn for use inside a conversation."""
     skills = [s for s in SINGLE.values() if groups is None or s.group in groups]
-    weights = [s.weight for s in skills]
-    while True:
-        turn = rng.choices(skills, weights)[0].make(rng)
-        if not is_held_out(turn.prompt):
-            return turn
+    return rng.choices(skills, [s.weight for s in skills])[0].make(rng)

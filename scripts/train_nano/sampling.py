@@ -62,13 +62,18 @@ def draw(rng: random.Random, mix: Mix) -> Sample:
         pool = [s for s in CONVERSATION.values() if mix.tools or s.group != "tools"]
     skill = rng.choices(pool, [s.weight for s in pool])[0]
     earlier = rng.randint(1, 2) if rng.random() < 0.3 else 0
-    return make_sample(rng, skill.name, thinking, earlier)
+    return make_sample(rng, skill.name, thinking, earlier, system_prompts=True)
 
 
 def make_sample(
-    rng: random.Random, skill: str, thinking: Thinking, earlier_turns: int = 0
+    rng: random.Random,
+    skill: str,
+    thinking: Thinking,
+    earlier_turns: int = 0,
+    system_prompts: bool = False,
 ) -> Sample:
-    """One sample of a skill. Single-turn skills may get unrelated earlier turns before them."""
+    """One sample of a skill. Single-turn skills may get unrelated earlier turns before them, and
+    now and then a system prompt."""
     if skill in CONVERSATION:
         dialogue = CONVERSATION[skill].make(rng)
         return _conversation_sample(skill, thinking, dialogue)
@@ -76,21 +81,13 @@ def make_sample(
     messages = turn.messages()
     for _ in range(earlier_turns):
         messages = draw_turn(rng).messages() + messages
-    if rng.random() < 0.1:
+    if system_prompts and rng.random() < 0.1:
         messages.insert(0, Message("system", expand(rng, _SYSTEM_PROMPT)))
-    return Sample(skill, thinking, tuple(messages), must=turn.must, key=turn.prompt)
+    return Sample(skill, thinking, tuple(messages), must=turn.must)
 
 
 def _conversation_sample(skill: str, thinking: Thinking, dialogue: Dialogue) -> Sample:
-    told = [m.content for m in dialogue.messages if m.role in ("user", "system")]
-    return Sample(
-        skill,
-        thinking,
-        tuple(dialogue.messages),
-        tuple(dialogue.tools),
-        dialogue.must,
-        key="\n".join(told),
-    )
+    return Sample(skill, thinking, tuple(dialogue.messages), tuple(dialogue.tools), dialogue.must)
 
 
 class SampleStream:
@@ -106,7 +103,7 @@ class SampleStream:
     def __next__(self) -> Sample:
         while True:
             sample = draw(self.rng, self.mix)
-            if sample.text or not is_held_out(sample.key):
+            if not is_held_out(sample):
                 return sample
 
     def state(self) -> list[Any]:
@@ -124,7 +121,7 @@ def held_out_samples(seed: int, skill: str, thinking: Thinking, count: int) -> l
     found: dict[str, Sample] = {}
     for _ in range(400 * count):
         sample = make_sample(rng, skill, thinking)
-        if is_held_out(sample.key):
+        if is_held_out(sample):
             found.setdefault(xtml.text_of(xtml.render(sample, prompt_only=True)), sample)
         if len(found) == count:
             break

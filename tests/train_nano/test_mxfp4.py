@@ -33,6 +33,8 @@ def test_packed_bytes_hold_what_training_saw() -> None:
     packed, scale = mxfp4.pack(w)
     assert packed.shape == (32, 32) and scale.shape == (32, 2)
     assert packed.dtype == scale.dtype == np.uint8
+    # safetensors writes the buffer as it lies in memory
+    assert packed.flags.c_contiguous and scale.flags.c_contiguous
     np.testing.assert_array_equal(mxfp4.unpack(packed, scale).T, mxfp4.round_trip(w))
 
 

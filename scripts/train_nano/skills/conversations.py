@@ -10,7 +10,6 @@ from scripts.train_nano.samples import (
     assistant,
     conversation,
     draw_turn,
-    is_held_out,
     user,
 )
 from scripts.train_nano.skills.arithmetic import add_steps, number
@@ -120,8 +119,7 @@ def followup(rng: random.Random) -> Dialogue:
         return assistant(fact, fact)
 
     first, second = rng.sample(list(lexicon.CAPITALS), 2)
-    while is_held_out(question := f"What is the capital of {first}?"):
-        first, second = rng.sample(list(lexicon.CAPITALS), 2)
+    question = f"What is the capital of {first}?"
     more = expand(rng, "[And of|And|What about] {c}?", c=second)
     return Dialogue([user(question), reply(first), user(more), reply(second)])
 
@@ -132,8 +130,7 @@ def chain_math(rng: random.Random) -> Dialogue:
         return assistant(f"{a} + {b} = {a + b}", add_steps(a, b))
 
     a, b = number(rng, 2), number(rng, 2)
-    while is_held_out(question := f"What is {a} + {b}?"):
-        a, b = number(rng, 2), number(rng, 2)
+    question = f"What is {a} + {b}?"
     c = number(rng, rng.choice([1, 2]))
     more = expand(rng, "[Add|Now add] {c}[ to that|].", c=c)
     return Dialogue([user(question), reply(a, b), user(more), reply(a + b, c)])
