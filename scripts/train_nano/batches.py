@@ -65,7 +65,7 @@ class RecallStream:
 
     Half of the rows repeat a random sequence, half are key-value pairs that are asked for later.
     Tokens follow a Zipf law: with equal frequencies the copying circuit did not form in the time
-    we had, with these it does after some hundred steps (nano-model.md section 5).
+    we had, with these it does after some hundred steps.
     """
 
     def __init__(self, seed: int, tokens_per_step: int, length: int, share: float):

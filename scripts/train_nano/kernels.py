@@ -71,7 +71,7 @@ def kda(
     log_decay: jax.Array,  # [batch, time, heads, dim] f32, in [-5, 0)
     beta: jax.Array,  # [batch, time, heads] f32
 ) -> jax.Array:  # [batch, time, heads, dim] f32
-    """Gated delta rule from an empty state (k3-architecture.md section 2.3)."""
+    """Gated delta rule from an empty state."""
     if native_available():
         return _kda_native(q, k, v, log_decay, beta)
     return kda_chunked(q, k, v, log_decay, beta)

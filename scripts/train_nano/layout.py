@@ -1,6 +1,6 @@
 """Names, shapes and dtypes of the K3 checkpoint, mapped to and from the training parameters.
 
-Rule: a file here is what a loader of the real Kimi K3 expects (k3-architecture.md section 3):
+Rule: a file here is what a loader of the real Kimi K3 expects:
 matrices are `[out, in]`, experts are MXFP4 bytes, a few tensors are float32, the rest bfloat16.
 """
 

@@ -1,6 +1,6 @@
 """K3-nano in plain JAX, in the form that trains: whole rows of tokens, no cache.
 
-Rule: the equations are those of k3-architecture.md section 2, in float32 throughout. A parameter
+Rule: the equations are those of the Kimi K3 release, in float32 throughout. A parameter
 matrix is stored `[in, out]` and used as `x @ w`. The output head is the transposed embedding while
 training; an exported checkpoint has its own copy under "head".
 

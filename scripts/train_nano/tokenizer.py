@@ -18,7 +18,7 @@ import tiktoken
 from scripts.train_nano.spec import KEPT_IN_TEXT, N_SPECIALS, NAMED_SPECIALS
 from scripts.train_nano.xtml import Fragment
 
-# K3's pre-tokeniser (k3-architecture.md section 4).
+# K3's pre-tokeniser: eight alternatives, tried in this order.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERN = "|".join(

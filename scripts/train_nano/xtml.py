@@ -1,7 +1,7 @@
 """K3's chat format (XTML) as fragments that are tokenised one by one, and its parser.
 
 Rule: markers are special tokens, everything else is ordinary text, and each tag part is a fragment
-of its own, exactly as k3-architecture.md section 5.1 has it. `learn` marks what the model has to
+of its own, exactly as K3's own encoder does. `learn` marks what the model has to
 produce itself; it is only used for training.
 """
 

@@ -73,7 +73,7 @@ def test_chunk_form_equals_the_recurrence() -> None:
 
 
 def test_known_answer() -> None:
-    """The three-token example of k3-architecture.md section 2.3.1."""
+    """Three tokens worked out by hand."""
     q = np.array([[1, 2, -1], [0.5, -1, 2], [3, 0, 1]])
     k = np.array([[1, 0, 1], [-1, 1, 0.5], [2, -1, 1]])
     v = np.array([[1, -1, 0], [0.5, 2, 0], [-2, 1, 0]])  # the third value column is unused
