@@ -3,5 +3,5 @@
 One rule: everything the model ever reads is generated here, from our own word lists and templates,
 so the weights carry no third-party text and a run is reproducible from its seed.
 
-Try it: `python -m scripts.train_nano --help`, and the README beside this file.
+Try it: `python -m scripts.train_nano --help`, and docs/nano-model.md.
 """
