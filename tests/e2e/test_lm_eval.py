@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lm_eval import utils
 
 from tests.serving import DATA, Server
 
 RUNNER = DATA / "lm_eval" / "run_eval.py"
-LIMIT = 6  # documents a task; 40 by hand
+LIMIT = 40  # all documents of each task
 MAX_LENGTH = 1024  # the runner's
 
 
@@ -78,15 +79,23 @@ def test_multiple_choice_scores_equal_score_exactly(nano: Server, out: Path) -> 
 
 
 def test_rolling_scores_equal_score_exactly(nano: Server, out: Path) -> None:
-    """Each token of a text given those before it, the first one given the begin token."""
+    """Each token of a text given those before it, long texts in lm-eval's own windows."""
     begin = nano.post("/tokenize", {"prompt": nano.get("/tokenizer_info")["bos_token"]})["tokens"]
     assert len(begin) == 1
     rows = samples(out, "k3serve_ppl")
-    sequences = [
-        begin + nano.post("/tokenize", {"prompt": row["doc"]["text"]})["tokens"] for row in rows
-    ]
-    assert len(rows) == LIMIT and max(map(len, sequences)) < MAX_LENGTH - 2  # one window each
-    scored = offline(sequences, out)
-    for i, row in enumerate(rows):
-        own = scored[f"logprobs_{i}"][1:].astype(float)
-        assert float(np.ravel(row["resps"])[0]) == sum(own.tolist()), i
+    assert len(rows) == LIMIT
+    windows, owner = [], []
+    for number, row in enumerate(rows):
+        tokens = nano.post("/tokenize", {"prompt": row["doc"]["text"]})["tokens"]
+        rolling = utils.get_rolling_token_windows(
+            token_list=tokens, prefix_token=begin[0], max_seq_len=MAX_LENGTH - 2, context_len=1
+        )
+        windows += [utils.make_disjoint_window(window) for window in rolling]
+        owner += [number] * (len(windows) - len(owner))
+    assert len(windows) > LIMIT, "no text needed several windows"
+    scored = offline([context + rest for context, rest in windows], out)
+    totals = [0.0] * len(rows)
+    for i, (context, _) in enumerate(windows):
+        own = scored[f"logprobs_{i}"][len(context) :].astype(float)
+        totals[owner[i]] += sum(own.tolist())
+    assert [float(np.ravel(row["resps"])[0]) for row in rows] == totals
