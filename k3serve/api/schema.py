@@ -31,6 +31,9 @@ def _number(low: float, high: float, text: str) -> Any:
 Count = Annotated[int, Field(ge=0, lt=2**64, description="an integer, 0 or more and below 2**64")]
 Flag = Annotated[bool, Field(description="true or false")]
 Text = Annotated[str, Field(description="a string")]
+Effort = Annotated[
+    Literal["none", "low", "high", "max"], Field(description="one of none, low, high, max")
+]
 TopCount = Annotated[
     int, Field(ge=0, le=MAX_TOP_LOGPROBS, description=f"an integer from 0 to {MAX_TOP_LOGPROBS}")
 ]
@@ -145,13 +148,7 @@ class ChatBody(SamplingBody):
     tool_choice: Any = None
     parallel_tool_calls: Flag | None = None
     response_format: Any = None
-    reasoning_effort: (
-        Annotated[
-            Literal["none", "low", "high", "max"],
-            Field(description="one of none, low, high, max"),
-        ]
-        | None
-    ) = None
+    reasoning_effort: Effort | None = None
     include_reasoning: Flag | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] | None = None
     add_generation_prompt: Flag | None = None
@@ -172,13 +169,7 @@ class TokenizeBody(_Body):
     tools: Any = None
     tool_choice: Any = None
     response_format: Any = None
-    reasoning_effort: (
-        Annotated[
-            Literal["none", "low", "high", "max"],
-            Field(description="one of none, low, high, max"),
-        ]
-        | None
-    ) = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
