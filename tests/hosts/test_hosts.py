@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_the_goldens(runs: dict[int, list[dict[str, Any]]], 
         assert scored == pytest.approx(golden["prompt_logprobs"], abs=2e-4)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_second_run_gives_the_same_bits_and_ends_with_ctrl_c(
     runs: dict[int, list[dict[str, Any]]], count: int
 ) -> None:
