@@ -7,6 +7,7 @@ elsewhere the coordinator, the number of hosts and this host's id come from the 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from jax.sharding import Mesh
 
 from k3serve.errors import ConfigError, HostFailure
 from k3serve.model.collectives import RANK
+
+log = logging.getLogger("k3serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,9 @@ def join(
         jax.config.update("jax_num_cpu_devices", cpu_ranks)
     if group.num_hosts == 1:
         return
-    explicit = group.num_hosts is not None
-    if explicit:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    elif not _on_pod():
+    if group.num_hosts is None and not _on_pod():
         return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # it would swallow SIGTERM until the leader has its own handler: a start could not be stopped
     jax.config.update("jax_enable_preemption_service", False)
     limit = threading.Timer(group.connect_timeout_s, lambda: on_timeout(_not_met(group)))
@@ -82,10 +83,21 @@ def _not_met(group: HostGroup, detail: str = "") -> HostFailure:
 
 
 def _on_pod() -> bool:
-    """Whether JAX's own cluster detection sees more than one process."""
+    """Whether JAX's own cluster detection (TPU pods, Slurm, ...) finds more than one process."""
     from jax._src.clusters import ClusterEnv
 
-    return any(env.is_env_present() for env in ClusterEnv._cluster_types)
+    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    found = next((kind for kind in kinds if kind.is_env_present()), None)
+    if found is None:
+        return False
+    try:
+        return found.get_process_count() > 1
+    except Exception as error:  # a lone pod of Kubernetes, say
+        log.warning(
+            "%s: cannot tell how many hosts take part (%s); running alone. Use --coordinator, "
+            "--num-hosts and --host-id where that is wrong", found.__name__, error,
+        )  # fmt: skip
+        return False
 
 
 def _cpu_devices() -> int:
