@@ -104,6 +104,6 @@ def ignored_header(ignored: list[str]) -> tuple[tuple[str, str], ...]:
     """The header that lists what had no effect; none when everything had."""
     if not ignored:
         return ()
-    names = [ascii(name[:60])[1:-1].replace(",", "?") for name in ignored[:_MAX_LISTED]]
+    names = [ascii(name[:60])[1:-1].replace(",", ";") for name in ignored[:_MAX_LISTED]]
     more = len(ignored) - _MAX_LISTED
     return (("x-k3serve-ignored", ", ".join(names) + (f", +{more} more" if more > 0 else "")),)
