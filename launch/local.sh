@@ -5,4 +5,6 @@
 #   sh launch/local.sh serve --help        all flags
 EXTRAS=${K3SERVE_EXTRAS:-serve} # tpu on a TPU host
 . "$(dirname "$0")/../scripts/env.sh"
+# this checkout's k3serve, not one in the folder where the command was given
+export PYTHONSAFEPATH=1
 exec "$PYTHON" -m k3serve "$@"
