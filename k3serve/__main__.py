@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestError
-from k3serve.settings import DTYPES, EXPERT_FORMATS, NANO, ServeConfig
+try:
+    VERSION = metadata.version("k3serve")
+    from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestError
+    from k3serve.settings import DTYPES, EXPERT_FORMATS, NANO, ServeConfig
+except ModuleNotFoundError as error:
+    print(
+        f"k3serve: {sys.executable} lacks what k3serve needs ({error}): write `sh launch/local.sh` "
+        "in place of `python -m k3serve`, or first `pip install -e '.[serve]'`",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 VERBS = ("serve", "score")
 API_KEYS = "K3SERVE_API_KEYS"  # the environment variable
@@ -45,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in (*VERBS, "-h", "--help", "--version"):
         arguments.insert(0, "serve")
-    options = vars(_parser().parse_args(arguments))
-    verb = options.pop("verb")
     try:
+        options = _parse(arguments)
+        verb = options.pop("verb")
         return _serve(options) if verb == "serve" else _score(options)
     except (ConfigError, CheckpointError, RequestError) as error:
         print(f"k3serve: {error}", file=sys.stderr)
@@ -63,8 +74,10 @@ def _serve(options: dict[str, Any]) -> int:
     options["api_keys"] = options["api_keys"] or _names_of(os.environ.get(API_KEYS, ""))
     config = ServeConfig(**options)
     if config.hosts is not None and config.hosts > 1:
+        from k3serve.api.server import check_address
         from k3serve.local_hosts import run_hosts
 
+        check_address(config.host, config.port)
         return run_hosts(config.hosts, _own_flags())
     from k3serve.app import serve
 
@@ -90,13 +103,28 @@ def _score(options: dict[str, Any]) -> int:
     return score(**options)
 
 
+def _parse(arguments: list[str]) -> dict[str, Any]:
+    parsed, unknown = _parser().parse_known_args(arguments)
+    options = vars(parsed)
+    usage = options.pop("usage")()
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        close = get_close_matches(word, [*VERBS, *re.findall(r"--[a-z-]+", usage)], n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"{word}: {options['verb']} knows no such flag or word; {meant}"
+            f"`python -m k3serve {options['verb']} --help` lists all"
+        )
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m k3serve",
         description="Serve or score a Kimi K3 family model. Without a VERB: serve.",
         epilog="The flags of a verb: python -m k3serve VERB --help",
     )
-    parser.add_argument("--version", action="version", version=metadata.version("k3serve"))
+    parser.add_argument("--version", action="version", version=VERSION)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_serve(verbs)
     _add_score(verbs)
@@ -108,6 +136,7 @@ def _add_serve(verbs: Any) -> None:
     serve = verbs.add_parser(
         "serve", help="serve a model (the default)", description=SERVE_HELP, formatter_class=raw
     )
+    serve.set_defaults(usage=serve.format_usage)
     d = ServeConfig()
 
     def add(group: Any, name: str, kind: Any, metavar: str, text: str, **more: Any) -> None:
@@ -169,6 +198,7 @@ def _add_score(verbs: Any) -> None:
     score = verbs.add_parser(
         "score", help="score sequences offline", description=SCORE_HELP, formatter_class=raw
     )
+    score.set_defaults(usage=score.format_usage)
     score.add_argument("--checkpoint", type=Path, default=NANO, metavar="DIR",
                        help="folder in the Hugging Face layout [the built-in K3-nano]")  # fmt: skip
     score.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")

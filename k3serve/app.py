@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from k3serve.errors import ConfigError, HostFailure
+from k3serve.errors import HostFailure
 from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
 from k3serve.settings import NANO, ServeConfig
@@ -42,7 +42,7 @@ def serve(config: ServeConfig) -> int:
     start_logging()
     watch_parent()
     try:
-        engine = build_engine(config)
+        engine = build_engine(config, joined=lambda: check_address(config))
         leads = jax.process_index() == 0
         status = lead(engine, config) if leads else follow(engine, config)
     except HostFailure as error:
@@ -161,6 +161,7 @@ def start_leader(
 
 def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -> Any:
     """The HTTP server of a leader, already listening."""
+    from k3serve.api.server import cannot_listen
     from k3serve.api.server import serve as serve_http
     from k3serve.api.settings import ApiSettings
 
@@ -180,10 +181,15 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
     try:
         return serve_http(leader, tokenizer, settings, metrics)
     except OSError as error:
-        raise ConfigError(
-            f"--host {config.host} --port {config.port}: cannot listen there ({error}); "
-            "stop what uses the port, or choose another (0 picks a free one)"
-        ) from error
+        raise cannot_listen(config.host, config.port, error) from error
+
+
+def check_address(config: ServeConfig) -> None:
+    """A host alone says at once that its port is taken. One of several cannot: see lead()."""
+    if jax.process_count() == 1:
+        from k3serve.api.server import check_address
+
+        check_address(config.host, config.port)
 
 
 def model_names(config: ServeConfig) -> tuple[str, ...]:

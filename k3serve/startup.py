@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,16 @@ from k3serve.settings import ServeConfig
 log = logging.getLogger("k3serve")
 
 
-def build_engine(config: ServeConfig) -> Engine:
-    """Joins the hosts, loads the weights and compiles; the engine of this host, ready to tick."""
+def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None) -> Engine:
+    """Joins the hosts, loads the weights and compiles; the engine of this host, ready to tick.
+
+    `joined` is called before the slow part: what cannot work should say so then.
+    """
     group = HostGroup(
         config.coordinator, config.num_hosts, config.host_id, config.connect_timeout_s
     )
     join(group, cpu_ranks=config.ranks or 1, on_timeout=end_on_failure)
+    joined()
     use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
     shape = config.tick_shape(target.max_position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3serve import app
+from k3serve import app, startup
 from k3serve.config import TargetConfig
-from k3serve.errors import CheckpointError
+from k3serve.errors import CheckpointError, ConfigError
 from k3serve.metrics import Metrics
 from k3serve.settings import ServeConfig
 from k3serve.text.tokenizer import Tokenizer
@@ -52,6 +53,21 @@ def test_without_a_tokenizer_the_configs_end_token_ends_a_request() -> None:
         assert server.context.eos_ids == (target.eos_token_id,)
     finally:
         server.shutdown()
+
+
+def test_a_taken_port_is_found_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "load", lambda *_, **__: pytest.fail("loads the weights"))
+    monkeypatch.setattr(app, "watch_parent", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: cannot listen there"):
+            app.serve(ServeConfig(port=port))
+        command = [sys.executable, "-m", "k3serve", "--hosts", "2", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot listen there" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 class QuietLeader:

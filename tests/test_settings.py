@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k3serve.errors import ConfigError
 from k3serve.settings import ServeConfig
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,27 @@ def test_a_bad_flag_is_one_line_and_status_2() -> None:
     done = run("--port", "99999")
     assert done.returncode == 2
     assert done.stderr.strip() == "k3serve: --port 99999: must be 0 to 65535"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prot", "8000"), "--prot: serve knows no such flag or word; did you mean --port?"),
+        (("--drain-timout=3",), "did you mean --drain-timeout?"),
+        (("zebra",), "zebra: serve knows no such"),
+        (("score", "--input", "a", "--output", "b", "--tpo"), "--tpo: score knows no such"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_that_names_what_was_meant(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_python_without_the_packages_is_told_what_to_do() -> None:
+    command = [sys.executable, "-S", "-m", "k3serve"]  # -S: no site-packages
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and "sh launch/local.sh" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -18,6 +18,7 @@ from k3serve.api.context import Context
 from k3serve.api.framing import linger
 from k3serve.api.handler import Handler, busy_answer
 from k3serve.api.settings import ApiSettings
+from k3serve.errors import ConfigError
 from k3serve.metrics import Metrics
 from k3serve.types import Executor
 
@@ -117,6 +118,23 @@ class ApiServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.exception("connection from %s failed", client_address[0])
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--host {host} --port {port}: cannot listen there ({error}); "
+        "stop what uses the port, or choose another (0 picks a free one)"
+    )
+
+
+def check_address(host: str, port: int) -> None:
+    """Says now what `serve` would say after a long start-up: the address is taken or not ours."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
 
 def serve(
