@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from k3serve.errors import HostFailure
+from k3serve.errors import CheckpointError, ConfigError, HostFailure
 from k3serve.local_hosts import watch_parent
 from k3serve.runtime.engine import Engine
+from k3serve.runtime.mesh import is_joined, tell_failure
 from k3serve.settings import NANO, ServeConfig
 from k3serve.startup import (
     build_engine,
@@ -32,6 +33,7 @@ from k3serve.startup import (
 log = logging.getLogger("k3serve")
 
 FAILURE_GRACE_S = 0.5
+OTHERS_GRACE_S, MEETING_POINT_GRACE_S = 0.5, 2.0  # when a start fails
 ANSWERS_GRACE_S = 5.0  # for answers that are complete but not yet written when the run ends
 # Any thread may take a signal, but its handler runs in the main thread, once that wakes up.
 WAKE_S = 0.2
@@ -43,6 +45,11 @@ def serve(config: ServeConfig) -> int:
     watch_parent()
     try:
         engine = build_engine(config, joined=lambda: check_address(config))
+    except (ConfigError, CheckpointError, HostFailure) as error:
+        if isinstance(error, HostFailure) or is_joined():
+            end_failed_start(error)
+        raise
+    try:
         leads = jax.process_index() == 0
         status = lead(engine, config) if leads else follow(engine, config)
     except HostFailure as error:
@@ -54,6 +61,21 @@ def serve(config: ServeConfig) -> int:
         # after a failure JAX's own clean-up waits for dead peers or for a tick that hangs
         exit_now(status)
     return status
+
+
+def end_failed_start(error: Exception) -> NoReturn:
+    """Ends a host of several that cannot start, so that the others end too, each with its reason.
+
+    Past JAX's own clean-up, which waits for all hosts. The one where the hosts meet goes last: JAX
+    aborts whoever finds it gone.
+    """
+    own_fault = not isinstance(error, HostFailure)
+    log.error("%s", error if own_fault else f"host failure: {error}")
+    if own_fault:
+        tell_failure(str(error))
+    if is_joined():
+        time.sleep(MEETING_POINT_GRACE_S if jax.process_index() == 0 else OTHERS_GRACE_S)
+    exit_now(2 if own_fault else 1)
 
 
 # ------------------------------------------------------------------------------------- roles

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ class Progress:
         log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
 
 
-def exit_now(status: int) -> None:
+def exit_now(status: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

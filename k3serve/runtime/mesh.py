@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +34,7 @@ class HostGroup:
     connect_timeout_s: int = 300
 
 
+POLL_S = 0.1
 JAX_EXTRA_S = 30  # JAX ends the process by a core dump when its own time limit is over
 
 
@@ -126,20 +129,8 @@ def agree(settings: Mapping[str, str], timeout_s: float) -> None:
     """
     if jax.process_count() == 1:
         return
-    from jax._src.distributed import global_state
-
-    client = global_state.client
-    assert client is not None, "several processes, but jax.distributed is not up"
-    try:
-        client.key_value_set(f"k3serve/settings/{jax.process_index()}", json.dumps(dict(settings)))
-        client.wait_at_barrier("k3serve-settings", int(timeout_s * 1000))
-        told = client.key_value_dir_get("k3serve/settings/")
-    except Exception as error:
-        raise HostFailure(
-            f"not all {jax.process_count()} hosts told their settings within {timeout_s:.0f} s "
-            f"(--connect-timeout): look for an error in the others' logs ({error})"
-        ) from error
-    hosts = {int(key.rpartition("/")[2]): json.loads(value) for key, value in told}
+    told = _exchange("settings", json.dumps(dict(settings)), timeout_s)
+    hosts = {host: json.loads(text) for host, text in told.items()}
     for host, theirs in sorted(hosts.items()):
         for name in sorted({*hosts[0], *theirs}):
             if theirs.get(name) != hosts[0].get(name):
@@ -150,16 +141,57 @@ def agree(settings: Mapping[str, str], timeout_s: float) -> None:
 
 
 def wait_for_all_hosts(timeout_s: float) -> None:
-    """Returns when every host of the run has come here; HostFailure names the wait otherwise."""
-    if jax.process_count() == 1:
-        return
+    """Returns when every host has come here. HostFailure names a host that cannot, or the wait."""
+    if jax.process_count() > 1:
+        _exchange("ready", "yes", timeout_s)
+
+
+def tell_failure(reason: str) -> None:
+    """Ends the others' waits for this host, which cannot start."""
+    client = _client()
+    if client is not None:
+        client.key_value_set(f"k3serve/failed/{jax.process_index()}", reason)
+
+
+def is_joined() -> bool:
+    """Whether this host is one of several that have met."""
+    return _client() is not None
+
+
+def _client() -> Any:
+    """JAX's connection to the hosts' meeting point; None for a host that runs alone."""
     from jax._src.distributed import global_state
 
-    assert global_state.client is not None, "several processes, but jax.distributed is not up"
+    return global_state.client
+
+
+def _exchange(topic: str, value: str, timeout_s: float) -> dict[int, str]:
+    """Every host's value, by host, once all have told theirs.
+
+    By polling, not by JAX's barrier: a host that waits there hears nothing of one that failed.
+    """
+    client, count = _client(), jax.process_count()
+    assert client is not None, "several processes, but jax.distributed is not up"
+    client.key_value_set(f"k3serve/{topic}/{jax.process_index()}", value)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        told = _told(client, topic)
+        if len(told) == count:
+            return told
+        for host, reason in _told(client, "failed").items():
+            raise HostFailure(f"host {host} could not start: {reason}")
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(i) for i in range(count) if i not in told)
+            raise HostFailure(
+                f"host {missing} did not get to '{topic}' within {timeout_s:.0f} s "
+                "(--connect-timeout): look for an error in its log"
+            )
+        time.sleep(POLL_S)
+
+
+def _told(client: Any, topic: str) -> dict[int, str]:
     try:
-        global_state.client.wait_at_barrier("k3serve-ready", int(timeout_s * 1000))
+        entries = client.key_value_dir_get(f"k3serve/{topic}/")
     except Exception as error:
-        raise HostFailure(
-            f"not all {jax.process_count()} hosts were ready within {timeout_s:.0f} s "
-            f"(--connect-timeout): look for an error in the others' logs ({error})"
-        ) from error
+        raise HostFailure(f"host 0, where the hosts meet, does not answer: {error}") from error
+    return {int(key.rpartition("/")[2]): value for key, value in entries}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -161,3 +163,25 @@ def test_a_killed_follower_is_an_error_for_open_streams_and_ends_the_run() -> No
     assert b'"error"' in text or b"connection broken" in text
     assert b"[DONE]" not in text
     assert status not in (0, None)
+
+
+def test_a_host_with_a_damaged_checkpoint_names_itself_and_ends_all(tmp_path: Path) -> None:
+    """In seconds, not after the connect time-out, and without an abort from JAX."""
+    damaged = tmp_path / TINY_CHAT.name
+    shutil.copytree(TINY_CHAT, damaged)
+    shard = next(damaged.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    address = f"127.0.0.1:{free_port()}"
+    hosts = []
+    for host_id, checkpoint in enumerate([TINY_CHAT, damaged]):
+        command = [sys.executable, "-m", "k3serve", "--checkpoint", str(checkpoint), "--port", "0"]
+        command += ["--coordinator", address, "--num-hosts", "2", "--host-id", str(host_id)]
+        hosts.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    try:
+        logs = [host.communicate(timeout=120)[1] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [1, 2], logs
+    assert shard.name in logs[1]
+    assert "host 1 could not start" in logs[0] and shard.name in logs[0]
