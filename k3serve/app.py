@@ -139,6 +139,7 @@ def lead(engine: Engine, config: ServeConfig) -> int:
     server.shutdown(ANSWERS_GRACE_S)
     if leader.failure is not None:
         raise leader.failure
+    log.info("stopped")
     return 0
 
 
