@@ -5,9 +5,8 @@ Rule: nothing here sleeps. A script waits only for a threading.Event that the te
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,29 +21,19 @@ from k3serve.types import (
     State,
     TokenEvent,
 )
+from tests.text import byte_tokenizer
 
-SPECIALS = (
-    "[BOS]",
-    "[EOS]",
-    "<|end_of_msg|>",
-    "<|open|>",
-    "<|close|>",
-    "<|sep|>",
-    "[PAD]",
-    "<|reserved|>",
-)
-_KEPT = ("<|open|>", "<|close|>", "<|sep|>")  # not flagged special, as in K3's own files
+SPECIALS = byte_tokenizer.NAMES
 
 
-class ByteTokenizer:
-    """256 bytes, eight specials behind them, and whatever pieces a test adds behind those."""
+class ByteTokenizer(byte_tokenizer.ByteTokenizer):
+    """256 bytes, the named specials behind them, and whatever pieces a test adds behind those."""
 
     def __init__(self) -> None:
-        self._pieces = [bytes([i]) for i in range(256)] + [s.encode() for s in SPECIALS]
-        self._names = {name: 256 + i for i, name in enumerate(SPECIALS)}
-        self._flagged = {i for name, i in self._names.items() if name not in _KEPT}
-        self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")")
+        super().__init__()
+        self._first_added = super().vocab_size
         self._added: dict[bytes, int] = {}
+        self._pieces: list[bytes] = []
 
     def piece(self, data: bytes | str) -> int:
         """The id of one token that holds exactly these bytes; made when there is none."""
@@ -52,54 +41,21 @@ class ByteTokenizer:
         if len(raw) == 1:
             return raw[0]
         if raw not in self._added:
-            self._added[raw] = len(self._pieces)
+            self._added[raw] = self.vocab_size
             self._pieces.append(raw)
         return self._added[raw]
 
     @property
-    def vocab_size(self) -> int:
-        return len(self._pieces)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self._names["<|end_of_msg|>"], self._names["[EOS]"]
-
-    @property
-    def named_special_ids(self) -> Mapping[str, int]:
-        return self._names
-
-    bos_token, eos_token, pad_token = "[BOS]", "[EOS]", "[PAD]"
-
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        if not allow_special:
-            return list(text.encode())
-        parts = self._split.split(text)
-        return [i for p in parts for i in ([self._names[p]] if p in self._names else p.encode())]
-
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        kept = (i for i in ids if not (skip_special and i in self._flagged))
-        return b"".join(self._pieces[i] for i in kept).decode("utf-8", "replace")
+    def vocab_size(self) -> int:  # type: ignore[override]
+        return self._first_added + len(self._pieces)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self._pieces[token_id]
-
-    def token_text(self, token_id: int) -> str:
-        return self._pieces[token_id].decode("utf-8", "replace")
+        if token_id < self._first_added:
+            return super().token_bytes(token_id)
+        return self._pieces[token_id - self._first_added]
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._flagged
-
-    def special_id(self, name: str) -> int:
-        return self._names[name]
-
-    def info(self) -> dict[str, Any]:
-        return {
-            "tokenizer_class": "ByteTokenizer",
-            "bos_token": "[BOS]",
-            "eos_token": "[EOS]",
-            "pad_token": "[PAD]",
-            "chat_template": None,
-        }
+        return token_id < self._first_added and super().is_special(token_id)
 
 
 # --------------------------------------------------------------------------- scores
