@@ -50,17 +50,16 @@ def serve(config: ServeConfig) -> int:
             end_failed_start(error)
         raise
     try:
-        leads = jax.process_index() == 0
-        status = lead(engine, config) if leads else follow(engine, config)
+        if jax.process_index() == 0:
+            lead(engine, config)
+        else:
+            follow(engine, config)
     except HostFailure as error:
-        log.error("host failure: %s", error)
-        status = 1
-    if status == 0 and jax.process_count() > 1:
+        end_on_failure(error)
+    if jax.process_count() > 1:
         jax.distributed.shutdown()  # a barrier: all hosts saw the stop and come here
-    if status != 0 or jax.process_count() > 1:
-        # after a failure JAX's own clean-up waits for dead peers or for a tick that hangs
-        exit_now(status)
-    return status
+        exit_now(0)
+    return 0
 
 
 def end_failed_start(error: Exception) -> NoReturn:
@@ -81,7 +80,7 @@ def end_failed_start(error: Exception) -> NoReturn:
 # ------------------------------------------------------------------------------------- roles
 
 
-def follow(engine: Engine, config: ServeConfig) -> int:
+def follow(engine: Engine, config: ServeConfig) -> None:
     """A follower's life: tick until the leader's plan says stop."""
     from k3serve.lockstep.follower import follow as follow_leader
 
@@ -97,10 +96,9 @@ def follow(engine: Engine, config: ServeConfig) -> int:
         on_timeout=end_on_failure,
     )
     log.info("host %d ends: the leader said stop", jax.process_index())
-    return 0
 
 
-def lead(engine: Engine, config: ServeConfig) -> int:
+def lead(engine: Engine, config: ServeConfig) -> None:
     """The leader's life: schedule, speak HTTP, drain when asked to stop."""
     from k3serve.metrics import Metrics
 
@@ -140,7 +138,6 @@ def lead(engine: Engine, config: ServeConfig) -> int:
     if leader.failure is not None:
         raise leader.failure
     log.info("stopped")
-    return 0
 
 
 def _until(wait: Callable[[float], bool]) -> None:

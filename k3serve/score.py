@@ -73,7 +73,7 @@ def score(
     weights = load(checkpoint_dir, config, mesh, dtype, expert_format)
     pages = max((-(-len(s) // page_tokens) for s in sequences), default=1)
     state = init_state(config, mesh, slots=1, num_pages=pages, page_tokens=page_tokens, dtype=dtype)
-    program = _program(config, mesh, expert_format, max(top, 1), want_logits)
+    program = _program(config, mesh, expert_format, max(top, 1), want_logits, pages)
     arrays: dict[str, np.ndarray] = {}
     for i, sequence in enumerate(sequences):
         rows, state = _run(program, weights, state, sequence, page_tokens, pages)
@@ -115,14 +115,13 @@ def _tokens(
 
 
 def _program(
-    config: TargetConfig, mesh: Mesh, expert_format: str, top: int, want_logits: bool
+    config: TargetConfig, mesh: Mesh, expert_format: str, top: int, want_logits: bool, pages: int
 ) -> Callable[..., tuple[tuple[Array, ...], State]]:
     """One page of slot 0 with its scores."""
 
     def page(
         weights: Weights, state: State, tokens: Array, after: Array, start: Array, length: Array
     ) -> tuple[tuple[Array, ...], State]:
-        pages = state_pages(config, state)
         hidden, state = prefill_page(
             config, weights, state, jnp.int32(0), tokens, start, length, jnp.arange(pages)
         )
@@ -140,11 +139,6 @@ def _program(
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=1)
-
-
-def state_pages(config: TargetConfig, state: State) -> int:
-    """Pages in the cache pool; 1 for a model without MLA layers."""
-    return state.layers[config.mla_layers[0]].pages.shape[0] if config.mla_layers else 1
 
 
 def _run(

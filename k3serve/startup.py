@@ -132,8 +132,11 @@ def start_logging() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def end_on_failure(failure: HostFailure) -> None:
-    """From a watchdog: the main thread is blocked in a collective and cannot end the process."""
+def end_on_failure(failure: HostFailure) -> NoReturn:
+    """Ends the process past JAX's clean-up, which waits for dead peers or for a tick that hangs.
+
+    A watchdog calls it while the main thread is blocked in a collective.
+    """
     log.error("host failure: %s", failure)
     exit_now(1)
 

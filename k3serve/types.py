@@ -15,6 +15,7 @@ import numpy as np
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 300
+GREEDY_BELOW = 1e-5  # a temperature under this takes the best token: dividing would only overflow
 
 
 class Finish(enum.IntEnum):

@@ -12,13 +12,10 @@ from typing import Any
 from k3serve.api.context import Context
 from k3serve.api.schema import SEED_LIMIT, CompletionBody, SamplingBody, shown
 from k3serve.errors import RequestError
-from k3serve.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request, Sampling
+from k3serve.types import GREEDY_BELOW, MAX_LOGIT_BIAS, MAX_STOP_IDS, Request, Sampling
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
-GREEDY_BELOW = (
-    1e-5  # dividing logits by less than this only overflows: the answer is the greedy one
-)
 _BIAS_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 
 

@@ -5,10 +5,10 @@ Rule: a character that is split over ids appears once, when it is complete, as i
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable
 
 from k3serve.api.context import Context
+from k3serve.text.utf8 import Utf8Decoder
 
 
 class Pieces:
@@ -39,14 +39,14 @@ class Detokenizer:
     def __init__(self, pieces: Pieces, skip_special: bool) -> None:
         self._pieces = pieces
         self._skip = skip_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = Utf8Decoder()
 
     def feed(self, ids: Iterable[int], skip_special: bool | None = None) -> str:
         skip = self._skip if skip_special is None else skip_special
         pieces = self._pieces
         data = b"".join(pieces.raw(i) for i in ids if not (skip and pieces.is_special(i)))
-        return self._decoder.decode(data)
+        return self._utf8.feed(data)
 
     def flush(self) -> str:
         """An incomplete character at the end, as U+FFFD."""
-        return self._decoder.decode(b"", True)
+        return self._utf8.flush()

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-GREEDY_BELOW = 1e-5  # a temperature under this takes the best token
+from k3serve.types import GREEDY_BELOW
+
 BANNED_BIAS = -100.0  # a logit bias at or under this bans the token
 PURPOSE_TARGET = 0  # random streams of one (seed, choice, position); drafts will take other numbers
 
