@@ -50,6 +50,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # at most MAX_STOP_IDS; holds the end token unless ignored
     top_logprobs: int | None = None  # None: no logprobs; N: the chosen token's and the N best ones
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens (echo)
+    speculate: bool = True  # False: no drafts for this request; only its speed may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,18 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What drafting did for one request in some stretch of decode steps. Counts add up.
+
+    Only drafts whose tokens were emitted count as accepted: none after a stop token or the budget.
+    """
+
+    steps: int  # decode steps of the target; each emits one token more than it accepted
+    offered: tuple[int, ...]  # [R-1]: drafts verified at each position of a block
+    accepted: tuple[int, ...]  # [R-1]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """What one tick brought to one request. Its last event has a finish other than NONE."""
 
@@ -86,6 +99,7 @@ class TokenEvent:
     top_ids: tuple[tuple[int, ...], ...] = ()  # per token, top_logprobs entries, best first
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     prompt_scores: PromptScores | None = None
+    drafts: DraftStats | None = None  # where decode steps ran and the server has a draft
     finish: Finish = Finish.NONE
     error: str | None = None  # with Finish.ERROR
 
@@ -189,6 +203,9 @@ class TickResult:
     top_ids: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] i32
     top_logprobs: np.ndarray  # [slots, emit, MAX_TOP_LOGPROBS] f32
     finish: np.ndarray  # [slots] i32: Finish NONE, STOP or LENGTH, in the tick where it happened
+    slot_steps: np.ndarray  # [slots] i32: decode steps in which the slot took part
+    offered: np.ndarray  # [slots, rows-1] i32: drafts verified, by position in the block
+    accepted: np.ndarray  # [slots, rows-1] i32: of these, accepted and emitted
     score_logprobs: np.ndarray  # [pages, page_tokens] f32: row i scores the token after position i
     score_top_ids: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] i32
     score_top_logprobs: np.ndarray  # [pages, page_tokens, MAX_TOP_LOGPROBS] f32
@@ -202,13 +219,19 @@ class TickShape:
     page_tokens: int  # C
     pages_per_tick: int  # P: pages of any prompts computed in one tick, in plan order
     steps_per_tick: int  # T: decode steps in one tick
-    rows: int  # R: rows a slot decodes at once (1 until drafts exist)
+    rows: int  # R: rows a slot decodes at once: the anchor and R-1 drafts
     pages_per_slot: int  # length of a slot's page table: max_context / C
     num_pages: int = field(default=0)  # size of the cache pool; page 0 .. num_pages-1
+    tile_slots: int = field(default=0)  # slots of one decode tile, a divisor of max_slots; 0: all
 
     @property
     def max_context(self) -> int:
         return self.pages_per_slot * self.page_tokens
+
+    @property
+    def tile(self) -> int:
+        """Slots that a decode step computes in one go; tiles without work cost nothing."""
+        return self.tile_slots or self.max_slots
 
     @property
     def emit(self) -> int:

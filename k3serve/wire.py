@@ -17,7 +17,7 @@ import numpy as np
 from k3serve.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, TickShape
 
 MAGIC = 0x4B335356  # "K3SV"
-VERSION = 1
+VERSION = 2
 
 
 class Fault(enum.IntEnum):
@@ -98,6 +98,7 @@ def plan_layout(shape: TickShape) -> Layout:
         max_tokens=("i", (s,)),
         min_tokens=("i", (s,)),
         want_logprobs=("i", (s,)),
+        speculate=("i", (s,)),
         stop_token_ids=("i", (s, MAX_STOP_IDS)),  # padded with -1
         bias_ids=("i", (s, MAX_LOGIT_BIAS)),  # padded with -1
         bias_values=("f", (s, MAX_LOGIT_BIAS)),
@@ -115,7 +116,7 @@ def plan_layout(shape: TickShape) -> Layout:
 
 def result_layout(shape: TickShape) -> Layout:
     s, e, k = shape.max_slots, shape.emit, MAX_TOP_LOGPROBS
-    p, c = shape.pages_per_tick, shape.page_tokens
+    p, c, m = shape.pages_per_tick, shape.page_tokens, shape.rows - 1
     return Layout.of(
         tick=("i", ()),
         fault=("i", ()),
@@ -127,6 +128,9 @@ def result_layout(shape: TickShape) -> Layout:
         logprobs=("f", (s, e)),
         top_ids=("i", (s, e, k)),
         top_logprobs=("f", (s, e, k)),
+        slot_steps=("i", (s,)),
+        offered=("i", (s, m)),
+        accepted=("i", (s, m)),
         score_logprobs=("f", (p, c)),
         score_top_ids=("i", (p, c, k)),
         score_top_logprobs=("f", (p, c, k)),

@@ -131,6 +131,7 @@ def _put_admit(layout: wire.Layout, vector: np.ndarray, admit: Admit, shape: Tic
 
     put("admit", 1)
     put("prompt_len", admit.prompt_len)
+    put("speculate", sampling.speculate)
     put("want_logprobs", 0 if sampling.top_logprobs is None else sampling.top_logprobs + 1)
     for name in _INT_FIELDS + _FLOAT_FIELDS:
         put(name, getattr(sampling, name))
@@ -209,6 +210,7 @@ def _get_admit(layout: wire.Layout, vector: np.ndarray, slot: int, shape: TickSh
         logit_bias=tuple((token, value) for token, value in biases if token >= 0),
         stop_token_ids=tuple(token for token in row("stop_token_ids").tolist() if token >= 0),
         top_logprobs=want - 1 if want else None,
+        speculate=bool(row("speculate")),
         **numbers,
     )
     prompt_len = int(row("prompt_len"))
@@ -259,6 +261,9 @@ def unpack_result(vector: np.ndarray, shape: TickShape) -> TickResult:
         top_ids=array("top_ids"),
         top_logprobs=array("top_logprobs"),
         finish=array("finish"),
+        slot_steps=array("slot_steps"),
+        offered=array("offered"),
+        accepted=array("accepted"),
         score_logprobs=array("score_logprobs"),
         score_top_ids=array("score_top_ids"),
         score_top_logprobs=array("score_top_logprobs"),

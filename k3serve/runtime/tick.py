@@ -50,6 +50,9 @@ class Emitted:
     logprobs: jax.Array  # [S, E] f32
     top_ids: jax.Array  # [S, E, K] i32
     top_logprobs: jax.Array  # [S, E, K] f32
+    slot_steps: jax.Array  # [S] i32
+    offered: jax.Array  # [S, R-1] i32
+    accepted: jax.Array  # [S, R-1] i32
     score_logprobs: jax.Array  # [P, C] f32
     score_top_ids: jax.Array  # [P, C, K] i32
     score_top_logprobs: jax.Array  # [P, C, K] f32
@@ -192,7 +195,9 @@ class _Tick:
                 table.page_table,
             )
             logits = head_logits(self.config, weights, hidden[:, 0])
+            steps = emitted.slot_steps + table.active
             table, emitted = self._emit(allowed, table, emitted, logits, table.active)
+            emitted = emitted.replace(slot_steps=steps)
             return model, table, emitted, step + 1
 
         return lax.while_loop(more, one, (model, table, emitted, jnp.int32(0)))

@@ -10,7 +10,15 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from k3serve.types import Finish, PageWork, PromptScores, Sampling, TickResult, TokenEvent
+from k3serve.types import (
+    DraftStats,
+    Finish,
+    PageWork,
+    PromptScores,
+    Sampling,
+    TickResult,
+    TokenEvent,
+)
 
 
 def token_event(
@@ -41,8 +49,16 @@ def token_event(
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_scores=scores,
+        drafts=draft_stats(slot, result),
         finish=finish,
     )
+
+
+def draft_stats(slot: int, result: TickResult) -> DraftStats | None:
+    steps, offered = int(result.slot_steps[slot]), result.offered[slot]
+    if not steps or not offered.size:
+        return None
+    return DraftStats(steps, tuple(offered.tolist()), tuple(result.accepted[slot].tolist()))
 
 
 def prompt_scores(pages: Seq[tuple[int, PageWork]], result: TickResult) -> PromptScores | None:

@@ -14,7 +14,7 @@ from scripts.train_nano.spec import ModelSpec
 class Stage:
     """A stretch of steps on one kind of data."""
 
-    name: str  # "recall" (random rows to copy from), "chat" or "full" (see sampling.py)
+    name: str  # "recall" (random rows to copy from) or a mix of sampling.py
     steps: int
     row_lengths: tuple[int, ...]  # a row is padded to the shortest of these that holds it
     target_share: float  # targets per position that a batch has room for
@@ -23,11 +23,12 @@ class Stage:
 RECALL = Stage("recall", 2500, (144,), 0.55)
 CHAT = Stage("chat", 4000, (48, 80, 112, 160, 208, 272), 0.5)
 FULL = Stage("full", 5500, (56, 96, 144, 192, 256, 368), 0.5)
+FINAL = Stage("final", 12000, (56, 96, 144, 192, 256, 368, 640, 1024), 0.5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    stages: tuple[Stage, ...] = (RECALL, CHAT, FULL)
+    stages: tuple[Stage, ...] = (RECALL, CHAT, FULL, FINAL)
     model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
     optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
     seed: int = 1

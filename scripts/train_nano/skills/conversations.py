@@ -72,6 +72,23 @@ def memory(rng: random.Random) -> Dialogue:
     return Dialogue(messages)
 
 
+@conversation("long", 0.8)
+def long_chat(rng: random.Random) -> Dialogue:
+    """Some 500 to 1,000 tokens: facts told first, many other turns, then one of them is asked."""
+    facts = rng.sample(_personal_facts(rng), rng.randint(1, 3))
+    messages = []
+    for statement, reaction, _, _ in facts:
+        messages += [user(statement), assistant(reaction, "I should remember this.")]
+    for _ in range(rng.randint(7, 13)):
+        messages += draw_turn(rng).messages()
+    if rng.random() < 0.4:
+        last = draw_turn(rng)
+        return Dialogue(messages + last.messages(), must=last.must)
+    _, _, question, answer = rng.choice(facts)
+    messages += [user(question), assistant(answer, "The user told me this before.")]
+    return Dialogue(messages)
+
+
 @conversation("system", 2)
 def system(rng: random.Random) -> Dialogue:
     kind = rng.randrange(4)

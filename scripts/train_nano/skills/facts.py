@@ -150,7 +150,8 @@ def category(rng: random.Random) -> Turn:
     shown = word if true_kind in _NO_ARTICLE else with_article(word)
     prompt = f"Is {shown} {kind_of(asked)}?"
     answer = f"{'Yes' if yes else 'No'}, {word} is {kind_of(true_kind)}."
-    return Turn(prompt, f"{capitalize(word)} is {kind_of(true_kind)}.", answer)
+    think = f"Asked: {asked}. {capitalize(word)}: {true_kind}."
+    return Turn(prompt, think, answer)
 
 
 @single("facts", 1)
@@ -187,4 +188,5 @@ def multiple_choice(rng: random.Random) -> Turn:
     options = [*wrong, right]
     rng.shuffle(options)
     lines = [f"{letter}) {option}" for letter, option in zip("ABCD", options, strict=True)]
-    return Turn("\n".join([question, *lines]), think, lines[options.index(right)])
+    chosen = lines[options.index(right)]
+    return Turn("\n".join([question, *lines]), f"{think} That is {chosen[0]}.", chosen)

@@ -66,7 +66,9 @@ def minmax(rng: random.Random) -> Turn:
     largest = rng.random() < 0.5
     words = ["largest", "maximum", "biggest"] if largest else ["smallest", "minimum"]
     prompt = f"What is the {rng.choice(words)} of {join_and([str(n) for n in numbers])}?"
-    return Turn(prompt, "I compare the numbers.", str((max if largest else min)(numbers)))
+    best = max if largest else min
+    so_far = ", ".join(str(best(numbers[: i + 1])) for i in range(len(numbers)))
+    return Turn(prompt, f"One by one: {so_far}.", str(best(numbers)))
 
 
 @single("lists", 1)

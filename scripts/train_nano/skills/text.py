@@ -9,6 +9,11 @@ from scripts.train_nano.samples import Turn, single
 _PLAIN_WORDS = lexicon.NOUNS + lexicon.ADJECTIVES
 
 
+def _spelled(phrase: str) -> str:
+    """`r-e-d a-p-p-l-e`."""
+    return " ".join("-".join(word) for word in phrase.split())
+
+
 @single("string", 3)
 def echo(rng: random.Random) -> Turn:
     phrase = random_phrase(rng)
@@ -26,7 +31,7 @@ def upper(rng: random.Random) -> Turn:
     question = (
         "[Write|Put|Convert|Turn] {p} [in|to|into] [upper case|uppercase|capital letters][.|]"
     )
-    return Turn(expand(rng, question, p=shown), "I write every letter large.", phrase.upper())
+    return Turn(expand(rng, question, p=shown), _spelled(phrase) + ".", phrase.upper())
 
 
 @single("string", 1)
@@ -35,7 +40,7 @@ def lower(rng: random.Random) -> Turn:
     question = (
         '[Write|Put|Convert|Turn] "{p}" [in|to|into] [lower case|lowercase|small letters][.|]'
     )
-    return Turn(expand(rng, question, p=phrase), "I write every letter small.", phrase.lower())
+    return Turn(expand(rng, question, p=phrase), _spelled(phrase) + ".", phrase.lower())
 
 
 @single("string", 1)
@@ -71,4 +76,5 @@ def letters(rng: random.Random) -> Turn:
         return Turn(prompt, f"{spelled} has {len(word)} letters.", answer)
     place, letter = ("first", word[0]) if kind == 1 else ("last", word[-1])
     prompt = expand(rng, "What is the {o} letter of [the word |]{w}?", o=place, w=word)
-    return Turn(prompt, spelled, f"The {place} letter of {word} is {letter}.")
+    think = f"{spelled}: the {place} is {letter}."
+    return Turn(prompt, think, f"The {place} letter of {word} is {letter}.")
