@@ -6,10 +6,11 @@ Rule: pure functions of (config, weights, state, inputs), called inside
 
     weights = checkpoint.load.load(path, config, mesh, dtype, expert_format="dense" | "packed")
     weight_specs(config, ranks, expert_format)          # PartitionSpecs for shard_map's in_specs
-    state = init_state(config, mesh, slots=, num_pages=, page_tokens=, dtype=)
-    state_specs(config)                                 # in_specs and out_specs; donate the state
-    hidden, state = decode_rows(config, weights, state, tokens[S, R], positions[S], active[S],
-                                page_table[S, MP])      # hidden [S, R, d]
+    state = init_state(config, mesh, slots=, num_pages=, page_tokens=, dtype=, rows=R)
+    state_specs(config, R)                              # in_specs and out_specs; donate the state
+    hidden, state = decode_rows(config, weights, state, tokens[G, R], positions[G], active[G],
+                                page_table[G, MP], first)       # hidden [G, R, d]
+    state = accept_rows(state, first, accepted[G], active[G])   # fewer rows than were computed
     hidden, state = prefill_page(config, weights, state, slot, tokens[C], start, length,
                                  page_table_row[MP])    # hidden [C, d]
     logits = head_logits(config, weights, hidden[N, d])             # [N, vocab] f32
@@ -25,7 +26,7 @@ collectives (the exchanges between ranks), weights and state (what lies on the d
 
 from k3serve.model.collectives import RANK
 from k3serve.model.scoring import log_probs, page_scores
-from k3serve.model.state import State, init_state, state_specs
+from k3serve.model.state import State, accept_rows, init_state, state_specs
 from k3serve.model.target import (
     Taps,
     decode_rows,
@@ -41,6 +42,7 @@ __all__ = [
     "State",
     "Taps",
     "Weights",
+    "accept_rows",
     "decode_rows",
     "embed",
     "head_logits",

@@ -20,7 +20,7 @@ from jax import Array, lax
 from k3serve.config import TargetConfig
 from k3serve.model.collectives import rank_sum
 from k3serve.model.ops import F32, dot, dot_f32, einsum_f32, l2_norm, rms_norm_f32
-from k3serve.model.state import KdaState
+from k3serve.model.state import KdaRows, KdaState
 from k3serve.model.weights import KdaWeights
 
 SUB = 16  # rows of a sub-block: inside one, decays are formed pairwise
@@ -113,37 +113,93 @@ def kda_rows(
     state: KdaState,
     positions: Array,
     counts: Array,
+    accepted: Array | None,
 ) -> tuple[Array, KdaState]:
-    """R rows of every slot. x [S, R, d], positions [S] of the first row, counts [S] rows that are
-    real.
+    """R rows of every slot of a tile, whose state this is. x [G, R, d]; positions [G] of the first
+    row; counts [G] rows that are real; accepted [G] rows of the state's own that have happened.
 
-    A slot at position 0 starts from zeros; a slot with count 0 keeps its state bit for bit.
+    With R = 1 the row is in the new state. Otherwise the state stands before the new rows, which
+    it holds to be replayed. A slot at position 0 starts from zeros; one with count 0 keeps its
+    state bit for bit.
     """
     slots, rows, _ = x.shape
     flat = x.reshape(slots * rows, -1)
     fresh = positions == 0
-    history = jnp.where(fresh[:, None, None, None], 0, state.conv)
-    u = project(w, flat).reshape(slots, rows, *history.shape[2:])
-    window = jnp.concatenate([history, u.astype(history.dtype)], axis=1)  # [S, 3+R, 3, W]
-    conv = convolve(window, w.conv).reshape(slots * rows, *history.shape[2:])
+    if accepted is not None:
+        accepted = jnp.where(fresh, 0, accepted)
+    before = history(state, accepted)
+    before = jnp.where(fresh[:, None, None, None], 0, before)
+    u = project(w, flat).reshape(slots, rows, *before.shape[2:]).astype(before.dtype)
+    window = jnp.concatenate([before, u], axis=1)  # [G, 3+R, 3, W]
+    conv = convolve(window, w.conv).reshape(slots * rows, *before.shape[2:])
     live = jnp.arange(rows) < counts[:, None]
     inputs = prepare(config, w, flat, conv, live.reshape(-1))
-    by_row = jax.tree.map(lambda a: a.reshape(slots, rows, *a.shape[1:]).swapaxes(0, 1), inputs)
+    inputs = jax.tree.map(lambda a: a.reshape(slots, rows, *a.shape[1:]), inputs)
 
     start = jnp.where(fresh[:, None, None, None], 0.0, state.s)
-    if rows == 1:
-        s, o = recur(start, jax.tree.map(lambda a: a[0], by_row))
-        o = o[None]
+    if accepted is None:
+        s, o = recur(start, jax.tree.map(lambda a: a[:, 0], inputs))
+        new = KdaState(s=s, conv=window[:, 1:])
+        o = o[:, None]
     else:
-        s, o = lax.scan(recur, start, by_row)
-    y = finish(config, w, flat, o.swapaxes(0, 1).reshape(slots * rows, *o.shape[2:]))
-
-    active = (counts > 0)[:, None, None, None]
-    newest = jax.vmap(lambda a, n: lax.dynamic_slice_in_dim(a, n, history.shape[1]))(window, counts)
-    new_state = KdaState(
-        s=jnp.where(active, s, state.s), conv=jnp.where(active, newest, state.conv)
+        s, o = replay(start, state.rows, accepted, inputs, counts)
+        kept = KdaRows(k=inputs.k, v=inputs.v, g=inputs.g, beta=inputs.beta, u=u)
+        new = KdaState(s=s, conv=before, rows=kept)
+    y = finish(config, w, flat, o.reshape(slots * rows, *o.shape[2:]))
+    active = counts > 0
+    new = jax.tree.map(
+        lambda a, old: jnp.where(active.reshape(-1, *[1] * (a.ndim - 1)), a, old), new, state
     )
-    return y.reshape(x.shape), new_state
+    return y.reshape(x.shape), new
+
+
+def history(state: KdaState, accepted: Array | None) -> Array:
+    """The three newest rows before the convolution [G, 3, 3, W]."""
+    if accepted is None:
+        return state.conv
+    window = jnp.concatenate([state.conv, state.rows.u], axis=1)
+    size = state.conv.shape[1]
+    return jax.vmap(lambda a, n: lax.dynamic_slice_in_dim(a, n, size))(window, accepted)
+
+
+def replay(
+    start: Array, old: KdaRows, accepted: Array, new: KdaInputs, counts: Array
+) -> tuple[Array, Array]:
+    """The accepted old rows, then the new ones. Returns the state between the two and the outputs
+    of the new rows [G, R, heads, V].
+
+    Both runs go through one loop body, so that a row leaves the same bits in the state whether it
+    was replayed from a step of its own or from the middle of another's.
+    """
+    slots, rows = new.beta.shape[:2]
+    real = jnp.arange(rows) < accepted[:, None]
+    old_inputs = KdaInputs(
+        q=jnp.zeros_like(old.k),
+        k=old.k,
+        v=old.v,
+        g=jnp.where(real[..., None, None], old.g, 0.0),
+        beta=jnp.where(real[..., None], old.beta, 0.0),
+    )
+    by_row = jax.tree.map(
+        lambda a, b: jnp.concatenate([a, b], axis=1).swapaxes(0, 1), old_inputs, new
+    )
+    trips = jnp.stack([jnp.max(accepted), jnp.max(counts)])
+
+    def run(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        s, between, out = carry
+
+        def one(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            s, out = carry
+            at = i * rows + t
+            s, o = recur(s, jax.tree.map(lambda a: a[at], by_row))
+            return s, out.at[at].set(o)
+
+        s, out = lax.fori_loop(0, trips[i], one, (s, out))
+        return s, jnp.where(i == 0, s, between), out
+
+    out = jnp.zeros((2 * rows, *start.shape[:2], start.shape[-1]), F32)
+    _, between, out = lax.fori_loop(0, 2, run, (start, start, out))
+    return between, out[rows:].swapaxes(0, 1)
 
 
 # ------------------------------------------------------------------------------------------------ a
@@ -282,11 +338,13 @@ def kda_page(
     """
     size = x.shape[0]
     fresh = start == 0
-    history = jnp.where(fresh, 0, state.conv[slot])
-    window = jnp.concatenate([history, project(w, x).astype(history.dtype)], axis=0)
+    before = jnp.where(fresh, 0, state.conv[slot])
+    window = jnp.concatenate([before, project(w, x).astype(before.dtype)], axis=0)
     live = jnp.arange(size) < length
     inputs = prepare(config, w, x, convolve(window, w.conv), live)
     s, o = chunk(jnp.where(fresh, 0.0, state.s[slot]), inputs)
-    newest = lax.dynamic_slice_in_dim(window, length, history.shape[0])
-    new_state = KdaState(s=state.s.at[slot].set(s), conv=state.conv.at[slot].set(newest))
+    newest = lax.dynamic_slice_in_dim(window, length, before.shape[0])
+    new_state = state.replace(  # type: ignore[attr-defined]
+        s=state.s.at[slot].set(s), conv=state.conv.at[slot].set(newest)
+    )
     return finish(config, w, x, o), new_state

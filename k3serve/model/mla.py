@@ -100,9 +100,12 @@ def mla_rows(
     counts: Array,
     page_table: Array,
 ) -> tuple[Array, MlaState]:
-    """R rows of every slot, at positions[s] .. +R-1. x [S, R, d], page_table [S, MP] -> [S, R, d].
+    """R rows of every slot of a tile, at positions[s] .. +R-1. x [G, R, d], page_table [G, MP] ->
+    [G, R, d].
 
     The first counts[s] rows are written to the cache; later ones are computed but leave nothing.
+    A row that is not accepted afterwards stays unseen until the next step overwrites it: no row
+    looks beyond its own position.
     """
     slots, rows, d = x.shape
     flat = x.reshape(slots * rows, d)
@@ -130,7 +133,7 @@ def mla_rows(
         values = block[..., :latent].astype(F32)
         return scores, visible, lambda p: einsum_f32("srhc,scl->srhl", p, values)
 
-    furthest = jnp.max(jnp.where(counts > 0, positions + rows - 1, 0))
+    furthest = jnp.max(jnp.where(counts > 0, positions + counts - 1, 0))
     used = jnp.minimum(furthest // size + 1, page_table.shape[1])
     mixed = over_pages(used, (slots, rows, heads), latent, visit)
     mixed = mixed.reshape(slots * rows, heads, latent).astype(x.dtype)

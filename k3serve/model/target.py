@@ -19,7 +19,7 @@ from k3serve.model.kda import kda_page, kda_rows
 from k3serve.model.mla import mla_page, mla_rows
 from k3serve.model.moe import mlp_partial, moe, route
 from k3serve.model.ops import dot_f32, rms_norm
-from k3serve.model.state import State
+from k3serve.model.state import State, accept_rows, tile_of, with_tile
 from k3serve.model.weights import LayerWeights, MlpWeights, Weights
 
 Taps = dict[tuple[str, int], Array]
@@ -61,30 +61,36 @@ def decode_rows(
     positions: Array,
     active: Array,
     page_table: Array,
+    first: Array | int = 0,
     *,
     taps: Taps | None = None,
 ) -> tuple[Array, State]:
-    """R rows of every slot, in recurrent form.
+    """R rows of every slot of a tile, in recurrent form. R is that of init_state.
 
-    tokens [S, R] i32; positions [S] i32, of the first row; active [S] bool, or i32 numbers of real
-    rows; page_table [S, MP] i32. Returns hidden [S, R, d], ready for head_logits, and the state
-    after the real rows. A slot that is not active keeps its state bit for bit; one at position 0
-    starts from zeros.
+    The tile is the G slots from `first` on. tokens [G, R] i32; positions [G] i32, of the first row;
+    active [G] bool, or i32 numbers of real rows; page_table [G, MP] i32. Returns hidden [G, R, d],
+    ready for head_logits, and the state after the real rows; accept_rows may take some of them back.
+    A slot that is not active keeps its state bit for bit; one at position 0 starts from zeros.
     """
     slots, rows = tokens.shape
     counts = jnp.where(active, rows, 0) if active.dtype == bool else active
     live = (jnp.arange(rows) < counts[:, None]).reshape(-1)
+    accepted = None if state.accepted is None else tile_of(state.accepted, first, slots)
+    assert rows == 1 or accepted is not None, "init_state was not told how many rows a step has"
 
     def mixer(index: int, layer: LayerWeights, x: Array, layer_state: Any) -> tuple[Array, Any]:
         x = x.reshape(slots, rows, -1)
         out: tuple[Array, Any]
         if config.is_kda(index):
-            out = kda_rows(config, layer.attn, x, layer_state, positions, counts)
+            tile = tile_of(layer_state, first, slots)
+            y, tile = kda_rows(config, layer.attn, x, tile, positions, counts, accepted)
+            out = y, with_tile(layer_state, tile, first)
         else:
             out = mla_rows(config, layer.attn, x, layer_state, positions, counts, page_table)
         return out[0].reshape(slots * rows, -1), out[1]
 
     hidden, new_state = run_layers(config, weights, state, tokens.reshape(-1), live, mixer, taps)
+    new_state = accept_rows(new_state, first, counts, counts > 0)
     return hidden.reshape(slots, rows, -1), new_state
 
 
@@ -113,6 +119,8 @@ def prefill_page(
             return kda_page(config, layer.attn, x, layer_state, slot, start, length)
         return mla_page(config, layer.attn, x, layer_state, start, length, page_table_row)
 
+    if state.accepted is not None:  # nothing of the slot's former occupant is to be replayed
+        state = state.replace(accepted=state.accepted.at[slot].set(0))  # type: ignore[attr-defined]
     live = jnp.arange(tokens.shape[0]) < length
     return run_layers(config, weights, state, tokens, live, mixer, taps)
 
@@ -163,7 +171,8 @@ def run_layers(
     final = _mixed(config, blocks, running, weights.out_mix)
     tap("final", config.num_layers, final)
     hidden = rms_norm(final, weights.norm, config.norm_eps)
-    return lax.optimization_barrier((hidden, State(layers=tuple(new_layers))))
+    new_state = State(layers=tuple(new_layers), accepted=state.accepted)
+    return lax.optimization_barrier((hidden, new_state))
 
 
 def _mixed(config: TargetConfig, blocks: list[Array], running: Array, score: Array | None) -> Array:

@@ -5,7 +5,7 @@ Rule: no numbers of its own; what it returns comes from the two programs, jitted
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from k3serve.config import TargetConfig
 from k3serve.model import (
     RANK,
     State,
+    accept_rows,
     decode_rows,
     head_logits,
     init_state,
@@ -27,6 +28,8 @@ from k3serve.model import (
     state_specs,
     weight_specs,
 )
+from k3serve.model import kda
+from k3serve.model.state import KdaState
 
 DATA = Path(__file__).parents[1] / "data"
 SLOTS = 16
@@ -53,7 +56,6 @@ class Model:
         self.mesh = Mesh(np.array(jax.devices()[:ranks]), (RANK,))
         self.weights = load(self.folder, self.config, self.mesh, self.dtype, expert_format)
         self.weight_specs = weight_specs(self.config, ranks, expert_format)
-        self.specs = state_specs(self.config)
         self.pages_per_slot = -(-MAX_TOKENS // page_tokens)
         pages = np.random.default_rng(5).permutation(SLOTS * self.pages_per_slot)
         self.table = pages.reshape(SLOTS, -1).astype(np.int32)  # pages of a slot lie anywhere
@@ -61,7 +63,7 @@ class Model:
     def goldens(self, file: str = "goldens") -> Any:
         return np.load(self.folder / f"{file}.npz")
 
-    def state(self) -> State:
+    def state(self, rows: int = 1) -> State:
         return init_state(
             self.config,
             self.mesh,
@@ -69,39 +71,73 @@ class Model:
             num_pages=SLOTS * self.pages_per_slot,
             page_tokens=self.page_tokens,
             dtype=self.dtype,
+            rows=rows,
         )
 
-    def jit(self, function: Any, inputs: int, donate: bool = True) -> Any:
+    def jit(self, function: Any, inputs: int, donate: bool = True, rows: int = 1) -> Any:
         """function(weights, state, *inputs) -> (outputs, state), with inputs and outputs on every
-        rank.
+        rank; the state is one of `state(rows)`.
         """
+        specs = state_specs(self.config, rows)
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=(self.weight_specs, self.specs, *[P()] * inputs),
-            out_specs=(P(), self.specs),
+            in_specs=(self.weight_specs, specs, *[P()] * inputs),
+            out_specs=(P(), specs),
             check_vma=False,
         )
         return jax.jit(mapped, donate_argnums=1 if donate else ())
 
-    @cached_property
-    def page_program(self) -> Any:
+    @cache  # noqa: B019  (models live as long as the session)
+    def page_program(self, rows: int) -> Any:
         def page(weights: Any, state: State, *inputs: Any) -> Any:
             taps: dict[tuple[str, int], jax.Array] = {}
             hidden, state = prefill_page(self.config, weights, state, *inputs, taps=taps)
             return {**_named(taps), "logits": head_logits(self.config, weights, hidden)}, state
 
-        return self.jit(page, 5)
+        return self.jit(page, 5, rows=rows)
 
-    @cached_property
-    def rows_program(self) -> Any:
-        def rows(weights: Any, state: State, *inputs: Any) -> Any:
+    @cache  # noqa: B019
+    def rows_program(self, rows: int) -> Any:
+        def decode(weights: Any, state: State, *inputs: Any) -> Any:
             hidden, state = decode_rows(self.config, weights, state, *inputs)
             flat = hidden.reshape(-1, hidden.shape[-1])
             logits = head_logits(self.config, weights, flat)
             return logits.reshape(*hidden.shape[:2], -1), state
 
-        return self.jit(rows, 4)
+        return self.jit(decode, 4, rows=rows)
+
+    @cache  # noqa: B019
+    def _settle(self, rows: int) -> Any:
+        def settle(weights: Any, state: State) -> Any:
+            nothing, none = jnp.zeros(SLOTS, jnp.int32), state.accepted
+            layers = []
+            for layer in state.layers:
+                if not isinstance(layer, KdaState):
+                    layers.append(layer)
+                    continue
+                kept = layer.rows
+                empty = kda.KdaInputs(q=kept.k, k=kept.k, v=kept.v, g=kept.g, beta=kept.beta)
+                s, _ = kda.replay(layer.s, kept, none, empty, nothing)
+                layers.append(KdaState(s=s, conv=kda.history(layer, none), rows=kept))
+            return (), State(layers=tuple(layers), accepted=nothing)
+
+        return self.jit(settle, 0, donate=False, rows=rows)
+
+    def settled(self, state: State) -> State:
+        """The state with its accepted rows replayed; a copy."""
+        if state.accepted is None:
+            return state
+        return self._settle(rows_of(state))(self.weights, state)[1]
+
+    def accept(self, state: State, accepted: Any, active: Any) -> State:
+        """accept_rows of all slots."""
+
+        def accept(weights: Any, state: State, accepted: Any, active: Any) -> Any:
+            return (), accept_rows(state, 0, accepted, active)
+
+        program = self.jit(accept, 2, rows=rows_of(state))
+        return program(self.weights, state, np.asarray(accepted, np.int32), np.asarray(active))[1]
 
     def prefill(self, state: State, slot: int, ids: Any) -> tuple[dict[str, np.ndarray], State]:
         """All pages of a prompt; outputs cut to its rows."""
@@ -109,7 +145,7 @@ class Model:
         for start in range(0, len(ids), size):
             part = np.asarray(ids[start : start + size], np.int32)
             tokens = np.pad(part, (0, size - len(part)))
-            out, state = self.page_program(
+            out, state = self.page_program(rows_of(state))(
                 self.weights,
                 state,
                 np.int32(slot),
@@ -126,7 +162,7 @@ class Model:
     ) -> tuple[np.ndarray, State]:
         """One row (tokens [S]) or R rows (tokens [S, R]) of every slot -> logits [S, R, vocab]."""
         tokens = np.asarray(tokens, np.int32).reshape(SLOTS, -1)
-        logits, state = self.rows_program(
+        logits, state = self.rows_program(tokens.shape[1])(
             self.weights, state, tokens, np.asarray(positions, np.int32), active, self.table
         )
         return np.asarray(logits), state
@@ -162,6 +198,12 @@ class Model:
             positions = positions + active
             chosen.append(newest.copy())
         return np.stack(chosen, 1)[: len(prompts)]
+
+
+def rows_of(state: State) -> int:
+    """R, by the state's own shapes."""
+    kept = next(layer.rows for layer in state.layers if isinstance(layer, KdaState))
+    return 1 if kept is None else kept.k.shape[1]
 
 
 def _named(taps: dict[tuple[str, int], jax.Array]) -> dict[str, jax.Array]:

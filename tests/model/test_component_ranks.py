@@ -42,9 +42,14 @@ def test_kda_layer(model: Callable[..., Model], ranks: int, form: str) -> None:
         return kda.kda_page(m.config, w, x, state, 0, start, length)
 
     def rows(w: Any, x: Any, state: Any, start: Any, length: Any) -> Any:
-        counts = jnp.full(1, x.shape[0])
-        y, state = kda.kda_rows(m.config, w, x[None], state, start[None], counts)
-        return y[0], state
+        def row(carry: Any, x: Any) -> Any:
+            state, at = carry
+            one = jnp.ones(1, jnp.int32)
+            y, state = kda.kda_rows(m.config, w, x[None, None], state, at, one, None)
+            return (state, at + 1), y[0, 0]
+
+        (state, _), y = jax.lax.scan(row, (state, start[None]), x)
+        return y, state
 
     x, expected, made = golden["kda_x1"], golden["kda_y1"], []
     step = 64 if form == "pages" else len(x)

@@ -78,9 +78,15 @@ def test_kda_layer_by_rows(k3, golden):
     layer = int(golden["kda_layer"])
 
     def rows(x, state, position):
-        counts = jnp.full(1, x.shape[1])
-        w = k3.weights.layers[layer].attn
-        return kda.kda_rows(k3.config, w, x, state, position, counts)
+        w, one = k3.weights.layers[layer].attn, jnp.ones(1, jnp.int32)
+
+        def row(carry, x):
+            state, position = carry
+            y, state = kda.kda_rows(k3.config, w, x[:, None], state, position, one, None)
+            return (state, position + 1), y[:, 0]
+
+        (state, _), y = jax.lax.scan(row, (state, position), x.swapaxes(0, 1))
+        return y.swapaxes(0, 1), state
 
     state = empty_kda(k3, layer)
     y, state = run(k3, rows, golden["kda_x1"][None], state, np.zeros(1, np.int32))

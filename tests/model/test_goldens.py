@@ -116,19 +116,19 @@ def test_states_after_each_row(model, rows):
     active = np.arange(16) == 3
 
     def check(state, n):
-        found = state.layers[layer]
+        found = m.settled(state).layers[layer]
         assert worst(np.asarray(found.s)[3], golden["rb_states"][n]) < STATES
         conv = np.asarray(found.conv)[3].swapaxes(0, 1)
         assert worst(conv, golden["rb_conv"][n]) < STATES
 
-    out, state = m.prefill(m.state(), 3, ids[:prefix])
+    out, state = m.prefill(m.state(rows), 3, ids[:prefix])
     check(state, 0)
     assert worst(out["logits"][-1], golden["rb_logits"][0]) < LOGITS
     for n in range(1, 10):
         if rows == 1:
             tokens, at, counts = ids[prefix + n - 1 : prefix + n], prefix + n - 1, active
         else:
-            _, state = m.prefill(m.state(), 3, ids[:prefix])
+            _, state = m.prefill(m.state(rows), 3, ids[:prefix])
             tokens, at, counts = ids[prefix:], prefix, np.where(active, n, 0).astype(np.int32)
         tile = np.broadcast_to(tokens, (16, len(tokens)))
         logits, state = m.rows(state, tile, np.full(16, at), counts)

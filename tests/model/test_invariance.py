@@ -165,3 +165,43 @@ def test_bf16_is_finite_and_near(model, dtype):
     assert difference < (1e-5 if dtype == "float32" else 0.5)
     logits, _ = m.rows(state, np.full(SLOTS, 5), np.full(SLOTS, 200), np.arange(SLOTS) < 1)
     assert np.isfinite(logits[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "dtype"),
+    [*CASES, ("k3_tiny_chat", 2, "float32"), ("kimi_linear_tiny", 2, "bfloat16")],
+)
+def test_accepted_rows_equal_single_steps(model, name, ranks, dtype):
+    """For every number of accepted rows n: the state after a step of 8 rows of which n happened,
+    and the logits of the next row, are those of n steps of one row, bit for bit."""
+    m = model(name, ranks, dtype=dtype)
+    ids = np.random.default_rng(4).integers(0, 500, 8)
+    lonely, rows = np.arange(SLOTS) == 2, 8
+
+    def tile(tokens):
+        return np.broadcast_to(np.pad(tokens, (0, rows - len(tokens))), (SLOTS, rows))
+
+    def counts(n):
+        return np.where(lonely, n, 0).astype(np.int32)
+
+    def after(state, n):
+        """What anybody can see of n rows: the settled state, the cache rows, the next logits."""
+        settled = m.settled(state)
+        seen = slot_bits(settled, 2)
+        cached = [np.asarray(x.pages)[m.table[2]] for x in state.layers if hasattr(x, "pages")]
+        seen += [bits(c.reshape(-1, c.shape[-1])[: 100 + n]) for c in cached]
+        logits, _ = m.rows(state, tile([9]), np.full(SLOTS, 100 + n), counts(1))
+        return [*seen, bits(logits[2, 0])]
+
+    _, state = m.prefill(m.state(rows), 2, PROMPT)
+    single, logits_of = [], []
+    for n in range(rows):
+        logits, state = m.rows(state, tile(ids[n : n + 1]), np.full(SLOTS, 100 + n), counts(1))
+        logits_of.append(bits(logits[2, 0]))
+        single.append(after(jax.tree.map(jnp.copy, state), n + 1))
+    for n in range(1, rows + 1):
+        _, state = m.prefill(m.state(rows), 2, PROMPT)
+        logits, state = m.rows(state, tile(ids), np.full(SLOTS, 100), counts(rows))
+        assert [bits(row) for row in logits[2]] == logits_of
+        state = m.accept(state, np.full(SLOTS, n), lonely)
+        assert after(state, n) == single[n - 1], n
