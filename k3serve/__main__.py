@@ -240,7 +240,7 @@ def _add_chat(verbs: Any) -> None:
     chat.add_argument("--url", default=here, metavar="URL", help="where it is [%(default)s]")
     chat.add_argument("--model", metavar="NAME", help="[the server's first]")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                      help="0 to 2; 0 takes the likeliest token each time [%(default)s]")  # fmt: skip
+                      help="0 to 2; 0 takes the likeliest tokens [%(default)s]")  # fmt: skip
     chat.add_argument("--max-tokens", type=int, metavar="N", help="[what the context leaves]")
     chat.add_argument("--system", metavar="TEXT", help="a system message before all else")
     chat.add_argument("--no-think", dest="thinking", action="store_false",
