@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     )
     sys.exit(2)
 
-VERBS = ("serve", "score")
+VERBS = ("serve", "score", "chat")
 API_KEYS = "K3SERVE_API_KEYS"  # the environment variable
 
 SERVE_HELP = """\
@@ -51,6 +51,17 @@ Writes an .npz with logprobs_<i> [len] f32 and greedy_<i> [len] i32 per line; wi
 logits_<i> [len, vocab] f32, with --top N top_ids_<i> and top_logprobs_<i> [len, N].
 """
 
+CHAT_HELP = """\
+Talks to a running server. With a PROMPT it prints the answer and ends; without, it converses.
+
+  python -m k3serve chat                                 a conversation; /help lists its commands
+  python -m k3serve chat "What is the capital of France?"
+  python -m k3serve chat --no-think "Tell me a joke" > joke.txt       only the answer is piped
+
+After each answer it says how many tokens came, how fast (all tokens by the whole time), and, where
+the server drafts, the mean tokens of a decode step and how many drafts were accepted by position.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -59,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         verb = options.pop("verb")
-        return _serve(options) if verb == "serve" else _score(options)
+        return {"serve": _serve, "score": _score, "chat": _chat}[verb](options)
     except (ConfigError, CheckpointError, RequestError) as error:
         print(f"k3serve: {error}", file=sys.stderr)
         return 2
@@ -103,6 +114,14 @@ def _score(options: dict[str, Any]) -> int:
     return score(**options)
 
 
+def _chat(options: dict[str, Any]) -> int:
+    from k3serve.chat_command import ChatSettings, chat
+
+    keys = _names_of(os.environ.get(API_KEYS, ""))
+    options["api_key"] = options["api_key"] or (keys[0] if keys else None)
+    return chat(options.pop("prompt"), ChatSettings(**options))
+
+
 def _parse(arguments: list[str]) -> dict[str, Any]:
     parsed, unknown = _parser().parse_known_args(arguments)
     options = vars(parsed)
@@ -121,13 +140,14 @@ def _parse(arguments: list[str]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m k3serve",
-        description="Serve or score a Kimi K3 family model. Without a VERB: serve.",
+        description="Serve, score or chat with a Kimi K3 family model. Without a VERB: serve.",
         epilog="The flags of a verb: python -m k3serve VERB --help",
     )
     parser.add_argument("--version", action="version", version=VERSION)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_serve(verbs)
     _add_score(verbs)
+    _add_chat(verbs)
     return parser
 
 
@@ -207,6 +227,28 @@ def _add_score(verbs: Any) -> None:
     score.add_argument("--logits", action="store_true", help="write whole rows of logits")
     score.add_argument("--top", type=int, default=0, metavar="N", help="best N tokens per position")
     score.add_argument("--ranks", type=int, default=None, metavar="N", help="devices to use")
+
+
+def _add_chat(verbs: Any) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    chat = verbs.add_parser(
+        "chat", help="talk to a running server", description=CHAT_HELP, formatter_class=raw
+    )
+    chat.set_defaults(usage=chat.format_usage)
+    chat.add_argument("prompt", nargs="*", metavar="PROMPT", help="ask this, print the answer, end")
+    here = "http://127.0.0.1:8000"
+    chat.add_argument("--url", default=here, metavar="URL", help="where it is [%(default)s]")
+    chat.add_argument("--model", metavar="NAME", help="[the server's first]")
+    chat.add_argument("--temperature", type=float, default=0.0, metavar="T",
+                      help="0 to 2; 0 takes the likeliest tokens [%(default)s]")  # fmt: skip
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="[what the context leaves]")
+    chat.add_argument("--system", metavar="TEXT", help="a system message before all else")
+    chat.add_argument("--no-think", dest="thinking", action="store_false",
+                      help="answer without reasoning first")  # fmt: skip
+    chat.add_argument("--no-speculate", dest="speculate", action="store_false",
+                      help="answer without drafts; only the speed may differ")  # fmt: skip
+    chat.add_argument("--api-key", metavar="KEY",
+                      help=f"better put in {API_KEYS}, which ps does not show")  # fmt: skip
 
 
 class _Collect(argparse.Action):

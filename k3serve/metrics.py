@@ -11,9 +11,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from k3serve.types import DraftStats
+
 _LABELS = ("model_name", "engine")
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 30, 60, 300)
 _GAPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_STEP_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8)
 _CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
@@ -62,6 +65,26 @@ class Metrics:
         self.iteration_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Prompt and generated tokens of a busy tick.", _TOKENS
         )
+        self.drafts = self._counter(
+            "vllm:spec_decode_num_drafts", "Decode steps of a sequence that had drafts to verify."
+        )
+        self.draft_tokens = self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Draft tokens verified."
+        )
+        self.accepted_tokens = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted and emitted."
+        )
+        self._accepted_per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted and emitted, by their place in a step; the first is 0.",
+            (*_LABELS, "position"),
+            registry=self.registry,
+        )
+        self.acceptance_length = self._histogram(
+            "k3serve_draft_acceptance_length",
+            "Mean tokens of a decode step, of each sequence that had drafts.",
+            _STEP_TOKENS,
+        )
         self.http_responses = Counter(
             "k3serve_http_responses",
             "HTTP answers, by status.",
@@ -94,6 +117,18 @@ class Metrics:
     def finished(self, reason: str) -> None:
         """One sequence ended: stop, length, abort or error."""
         self._success.labels(*self._labels, reason).inc()
+
+    def drafted(self, stats: DraftStats) -> None:
+        """What drafting did for one sequence that ended."""
+        if not any(stats.offered):
+            return
+        accepted = sum(stats.accepted)
+        self.drafts.inc(stats.offered[0])  # every step with drafts has a first one
+        self.draft_tokens.inc(sum(stats.offered))
+        self.accepted_tokens.inc(accepted)
+        for position, count in enumerate(stats.accepted):
+            self._accepted_per_pos.labels(*self._labels, str(position)).inc(count)
+        self.acceptance_length.observe(1 + accepted / max(1, stats.steps))
 
     def render(self) -> tuple[str, bytes]:
         """Content type and body of GET /metrics."""

@@ -15,6 +15,7 @@ from k3serve.errors import Overloaded
 from k3serve.types import (
     MAX_TOP_LOGPROBS,
     Capacity,
+    DraftStats,
     Finish,
     PromptScores,
     Request,
@@ -139,6 +140,56 @@ def events_of(
 def says(tokens: Sequence[int], **how: Any) -> Script:
     """Every request gets these tokens."""
     return lambda request: events_of(request, tokens, **how)
+
+
+ROWS = 8  # of a scripted server with a draft
+
+
+def drafted(*accepted: int, offered: int = ROWS - 1) -> DraftStats:
+    """One decode step per number: so many of the drafts offered were accepted."""
+    places = range(ROWS - 1)
+    return DraftStats(
+        len(accepted),
+        tuple(len(accepted) * (place < offered) for place in places),
+        tuple(sum(count > place for count in accepted) for place in places),
+    )
+
+
+def joined(events: Sequence[TokenEvent], drafts: DraftStats | None = None) -> TokenEvent:
+    """Several events as one."""
+    return TokenEvent(
+        events[0].request_id,
+        tuple(t for e in events for t in e.tokens),
+        tuple(v for e in events for v in e.logprobs),
+        tuple(v for e in events for v in e.top_ids),
+        tuple(v for e in events for v in e.top_logprobs),
+        drafts=drafts,
+        finish=events[-1].finish,
+    )
+
+
+def speculates(tokens: Sequence[int], *ticks: Sequence[int], offered: int = ROWS - 1) -> Script:
+    """A server with a draft: the prompt's token comes alone, then one event per tick.
+
+    A tick is a sequence of decode steps, each the number of drafts that it accepts. What the ticks
+    leave comes in steps without accepted drafts. A stop token or the budget cuts as on the device.
+    """
+
+    def script(request: Request) -> Iterator[TokenEvent]:
+        singles = list(events_of(request, tokens))
+        waiting = iter(ticks)
+        while singles and singles[0].prompt_scores is not None:
+            yield singles.pop(0)
+        yield singles.pop(0)
+        while singles:
+            accepted, taken = [], []
+            for wanted in next(waiting, (0,)):
+                step, singles = singles[: wanted + 1], singles[wanted + 1 :]
+                taken += step
+                accepted += [len(step) - 1] if step else []
+            yield joined(taken, drafted(*accepted, offered=offered))
+
+    return script
 
 
 def hangs_after(tokens: Sequence[int], gate: threading.Event) -> Script:

@@ -30,6 +30,7 @@ RANKS = {
     "lockstep": 3,
     "score": 3,
     "local_hosts": 3,
+    "chat_command": 3,
     "startup": 4,
     "app": 5,
     "score_command": 5,
@@ -38,7 +39,7 @@ RANKS = {
 RANK0_AMONG_THEMSELVES = {name for name, rank in RANKS.items() if rank == 0}
 RANK0_PACKAGES = {"numpy", "prometheus_client"}  # beside the standard library
 KERNEL_USERS = {"runtime", "checkpoint"}
-NEVER_JAX = {"text", "api", "scheduler", "lockstep", *RANK0_AMONG_THEMSELVES}
+NEVER_JAX = {"text", "api", "scheduler", "lockstep", "chat_command", *RANK0_AMONG_THEMSELVES}
 
 
 def imported(path: Path) -> set[str]:
@@ -104,7 +105,7 @@ def modules_after(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "module",
     ["k3serve.api.server", "k3serve.text.chat", "k3serve.scheduler.scheduler",
-     "k3serve.lockstep.leader", "k3serve.lockstep.follower"],
+     "k3serve.lockstep.leader", "k3serve.lockstep.follower", "k3serve.chat_command"],
 )  # fmt: skip
 def test_host_side_never_loads_jax(module: str) -> None:
     assert "jax" not in modules_after(f"import {module}")

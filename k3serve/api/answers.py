@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from k3serve.api import drafts
 from k3serve.api.context import Context
 from k3serve.api.exchange import ClientGone, Exchange
 from k3serve.api.generate import Group
 from k3serve.api.policy import ignored_header
 from k3serve.api.replies import Reply, json_reply
 from k3serve.api.sse import EventStream
-from k3serve.types import Request, TokenEvent
+from k3serve.types import DraftStats, Request, TokenEvent
 
 
 class Choice(Protocol):
@@ -58,6 +59,7 @@ class Answer:
     include_usage: bool = False
     usage_in_every_chunk: bool = False
     first_fields: dict[str, Any] = field(default_factory=dict)  # top level, once
+    drafts: dict[int, DraftStats] = field(default_factory=dict)  # by choice, where there are any
     id: str = ""
     created: int = 0
 
@@ -76,6 +78,8 @@ class Answer:
         if self.with_reasoning:
             reasoning = sum(c.reasoning_tokens for c in self.choices)
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        if (stats := drafts.total(self.drafts.values())) is not None:
+            usage["speculation"] = drafts.usage(stats)
         return usage
 
     def whole(self) -> dict[str, Any]:
@@ -110,7 +114,21 @@ class Answer:
         """For the access log."""
         done = ",".join(sorted({c.finish_reason or "none" for c in self.choices}))
         completion = sum(c.completion_tokens for c in self.choices)
-        return f"prompt={self.prompt_tokens} completion={completion} finish={done}"
+        line = f"prompt={self.prompt_tokens} completion={completion} finish={done}"
+        stats = drafts.total(self.drafts.values())
+        return line if stats is None else f"{line} {drafts.note(stats)}"
+
+    def feed(self, index: int, event: TokenEvent) -> list[dict[str, Any]]:
+        """Takes a choice's event in; gives the `choices[0]` of the stream chunks that it makes."""
+        choice = self.choices[index]
+        before = choice.completion_tokens
+        made = choice.feed(event)
+        if event.drafts is not None:
+            used = choice.completion_tokens - before
+            part = drafts.emitted_part(event.drafts, len(event.tokens), used)
+            if (stats := drafts.total((self.drafts.get(index), part))) is not None:
+                self.drafts[index] = stats
+        return made
 
 
 def deliver(
@@ -150,9 +168,10 @@ def _run(answer: Answer, group: Group, send: Callable[[list[dict[str, Any]]], No
     opened = False
     for index, event in group.events():
         choice = answer.choices[index]
-        made = choice.feed(event)
+        made = answer.feed(index, event)
         if choice.finish_reason is not None:
-            group.finish(index, choice.finish_reason, choice.completion_tokens)
+            drafted = answer.drafts.get(index)
+            group.finish(index, choice.finish_reason, choice.completion_tokens, drafted)
         if send is None:
             continue
         if not opened:  # every choice in order: SDK helpers index lists by what they saw

@@ -13,7 +13,7 @@ from types import TracebackType
 from k3serve.api.context import Context
 from k3serve.api.exchange import ClientGone
 from k3serve.errors import Overloaded, RequestError
-from k3serve.types import Finish, Outbox, Request, State, TokenEvent
+from k3serve.types import DraftStats, Finish, Outbox, Request, State, TokenEvent
 
 _SWEEP_S = 0.02  # how long one quiet sequence can hide news of the others
 
@@ -81,7 +81,9 @@ class Group:
             self._context.executor.cancel(entry.request.id)
         self._open.clear()
 
-    def finish(self, index: int, reason: str, tokens: int) -> None:
+    def finish(
+        self, index: int, reason: str, tokens: int, drafts: DraftStats | None = None
+    ) -> None:
         """The sequence needs nothing more: counts it, and frees its slot if it still has one."""
         entry = self._open.pop(index)
         self._context.executor.cancel(entry.request.id)  # finished ids are ignored
@@ -92,6 +94,8 @@ class Group:
         metrics.request_prompt_tokens.observe(len(entry.request.prompt))
         metrics.generation_tokens.inc(tokens)
         metrics.request_generation_tokens.observe(tokens)
+        if drafts is not None:
+            metrics.drafted(drafts)
         metrics.request_params_max_tokens.observe(entry.request.sampling.max_tokens)
         if tokens > 1:
             span_s = entry.last_event_s - entry.first_event_s

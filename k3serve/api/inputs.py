@@ -200,6 +200,7 @@ def requests_of(
                 stop_token_ids=stop_ids,
                 top_logprobs=top_count,
                 prompt_logprobs=top_count if echo else None,
+                speculate=body.speculate is not False,
             )
             made.append(Request(next(context.ids), prompt, sampling))
     return made

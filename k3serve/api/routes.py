@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from k3serve.api import admin, chat, completions, tokenize
 from k3serve.api.context import Context
 from k3serve.api.exchange import Exchange
+from k3serve.api.page import page
 from k3serve.api.replies import Reply
 
 Endpoint = Callable[[Context, Exchange], Reply | None]
@@ -32,6 +33,8 @@ class Route:
 
 
 ROUTES: dict[str, Route] = {
+    "/": Route({"GET": page}, public=True),  # a browser cannot send a key; the page then does
+    "/chat": Route({"GET": page}, public=True),
     "/health": Route({"GET": admin.health}, public=True),
     "/ping": Route({"GET": admin.health, "POST": admin.health}, public=True),
     "/version": Route({"GET": admin.version}, public=True),

@@ -113,6 +113,7 @@ class SamplingBody(_Body):
     skip_special_tokens: Flag | None = None
     add_special_tokens: Flag | None = None  # K3 prompts have none to add: both values are honoured
     return_token_ids: Flag | None = None
+    speculate: Flag | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = Field(
         None, description="an object with include_usage and continuous_usage_stats"

@@ -17,7 +17,7 @@ from k3serve.api.settings import ApiSettings
 from k3serve.metrics import Metrics
 from k3serve.types import Finish, Request, Sampling, TokenEvent
 from tests.api.client import answers_hello
-from tests.fakes import ByteTokenizer, FakeExecutor, events_of
+from tests.fakes import ByteTokenizer, FakeExecutor, events_of, joined
 
 TOKENIZER = ByteTokenizer()
 PIECES = [
@@ -49,14 +49,7 @@ def cut(events: list[TokenEvent], sizes: list[int]) -> Iterator[TokenEvent]:
             yield part[0]
             at -= len(part) - 1
             continue
-        yield TokenEvent(
-            1,
-            tuple(t for e in part for t in e.tokens),
-            tuple(v for e in part for v in e.logprobs),
-            tuple(v for e in part for v in e.top_ids),
-            tuple(v for e in part for v in e.top_logprobs),
-            finish=part[-1].finish,
-        )
+        yield joined(part)
 
 
 def play(choice: Any, events: Iterator[TokenEvent] | list[TokenEvent]) -> Any:

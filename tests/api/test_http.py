@@ -271,7 +271,9 @@ def test_broken_requests(served: Served, data: bytes, status: int) -> None:
     served.alive()
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/models/", "/health/x", "//health", "/V1/models"])
+@pytest.mark.parametrize(
+    "path", ["/chats", "/v1", "/v1/models/", "/health/x", "//health", "/V1/models"]
+)
 def test_unknown_path(served: Served, path: str) -> None:
     got = served.get(path)
     if path == "//health":  # the standard library joins leading slashes
