@@ -1,10 +1,10 @@
 """From a row of logits to the next token: bias, penalties, masks, temperature, top-k, top-p, min-p.
 
 Rule: a row's token is a pure function of that row's logits, its settings and (seed, choice,
-position, purpose); nothing here depends on the other rows of the batch. The order of the steps is
-that of the first line. No sort: the top-k and top-p cuts find their threshold by
-bisection on the float's bits, which is exact, costs 32 passes over the row, and keeps every token
-that ties with the last one kept.
+position, purpose, offset in a block); nothing here depends on the other rows of the batch. The
+order of the steps is that of the first line. No sort: the top-k and top-p cuts find their threshold
+by bisection on the float's bits, which is exact, costs 32 passes over the row, and keeps every
+token that ties with the last one kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from jax import lax
 from k3serve.types import GREEDY_BELOW
 
 BANNED_BIAS = -100.0  # a logit bias at or under this bans the token
-PURPOSE_TARGET = 0  # random streams of one (seed, choice, position); drafts will take other numbers
+
+# Independent random streams of one (seed, choice, position).
+PURPOSE_TARGET = 0  # a token of the target, in plain and in coupled decoding
+PURPOSE_DRAFT = 1  # drafts drawn from the draft's own distribution
+PURPOSE_ACCEPT = 2  # the uniform numbers that decide which drafts stay
+PURPOSE_RESIDUAL = 3  # the one further token after the accepted drafts
+PURPOSES = 16  # stream numbers of one place in a block; spare ones for later purposes
 
 
 @struct.dataclass
@@ -58,22 +64,43 @@ def choose(
     positions: jax.Array,  # [N] i32: absolute position of the token to choose
 ) -> jax.Array:  # [N] i32
     """The next token of each row."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return lax.cond(
+        jnp.all(rows.temperature < GREEDY_BELOW),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: draw(processed(logits, rows), rows, positions, PURPOSE_TARGET),
+    )
+
+
+def processed(logits: jax.Array, rows: SamplingRows) -> jax.Array:  # [N, V] f32
+    """Temperature, then the cuts: logs of the distributions to draw from, not normalised.
+
+    logits [N, V] f32 are biased, penalised and masked. -inf where a token is cut; a greedy row
+    keeps its best token alone, so drawing from it and accepting drafts by it are greedy too.
+    """
     greedy = rows.temperature < GREEDY_BELOW
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
+    # the best logit becomes exactly 0 before the division: no overflow at small temperatures
+    scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - top) / temperature)
+    kept = lax.cond(jnp.any(_cuts(rows)), lambda: truncate(scaled, rows), lambda: scaled)
+    best = jnp.argmax(logits, axis=-1)[:, None] == jnp.arange(logits.shape[-1])
+    return jnp.where(greedy[:, None], jnp.where(best, 0.0, -jnp.inf), kept)
 
-    def sampled() -> jax.Array:
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
-        # the best logit becomes exactly 0 before the division: no overflow at small temperatures
-        scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - top) / temperature)
-        kept = lax.cond(jnp.any(_cuts(rows)), lambda: truncate(scaled, rows), lambda: scaled)
-        noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(
-            rows.seed, rows.choice, positions, logits.shape[-1]
-        )
-        drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(greedy, best, drawn)
 
-    return lax.cond(jnp.all(greedy), lambda: best, sampled)
+def draw(
+    logits: jax.Array,  # [N, V] f32: logs of what to draw from, not normalised
+    rows: SamplingRows,
+    positions: jax.Array,  # [N] i32: absolute position of the token to draw
+    purpose: int,
+    offset: int = 0,  # of a draft in its block
+) -> jax.Array:  # [N] i32
+    """One sample of each row, with the noise of its (seed, choice, position, purpose, offset)."""
+
+    def noise(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
+        return gumbel(seed, choice, position, logits.shape[-1], purpose, offset)
+
+    drawn = logits + jax.vmap(noise)(rows.seed, rows.choice, positions)
+    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
 
 def _cuts(rows: SamplingRows) -> jax.Array:  # [N] bool
@@ -123,10 +150,43 @@ def _threshold(keys: jax.Array, enough: object) -> jax.Array:  # [N, 1] u32
     return lax.fori_loop(0, 32, step, jnp.zeros((keys.shape[0], 1), jnp.uint32))
 
 
-def _gumbel(seed: jax.Array, choice: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """Noise [vocab] f32 of one (seed, choice, position): argmax(logits + noise) is a sample."""
+def gumbel(
+    seed: jax.Array,  # [2] u32
+    choice: jax.Array,  # i32
+    position: jax.Array,  # i32
+    vocab: int,
+    purpose: int,
+    offset: int = 0,
+) -> jax.Array:  # [vocab] f32
+    """Noise of one place in one stream: argmax(logits + noise) is a sample."""
+    return jax.random.gumbel(_key(seed, choice, position, purpose, offset), (vocab,), jnp.float32)
+
+
+def uniforms(
+    seed: jax.Array,  # [N, 2] u32
+    choice: jax.Array,  # [N] i32
+    positions: jax.Array,  # [N, m] i32: absolute position of each draft of a block
+    purpose: int = PURPOSE_ACCEPT,
+) -> jax.Array:  # [N, m] f32 in [0, 1)
+    """One number for each draft; a draft's column is its offset in the block."""
+
+    def one(
+        seed: jax.Array, choice: jax.Array, position: jax.Array, offset: jax.Array
+    ) -> jax.Array:
+        return jax.random.uniform(_key(seed, choice, position, purpose, offset), (), jnp.float32)
+
+    block = jax.vmap(one, in_axes=(None, None, 0, 0))
+    return jax.vmap(block, in_axes=(0, 0, 0, None))(
+        seed, choice, positions, jnp.arange(positions.shape[1])
+    )
+
+
+def _key(
+    seed: jax.Array, choice: jax.Array, position: jax.Array, purpose: int, offset: jax.Array | int
+) -> jax.Array:
+    """The offset keeps a position's numbers fresh when a later block comes to it again: that the
+    earlier block was cut short says something about the numbers which it used."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     key = jax.random.fold_in(key, choice)
     key = jax.random.fold_in(key, position)
-    key = jax.random.fold_in(key, PURPOSE_TARGET)
-    return jax.random.gumbel(key, (vocab,), jnp.float32)
+    return jax.random.fold_in(key, purpose + PURPOSES * offset)
