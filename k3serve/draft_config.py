@@ -24,7 +24,7 @@ LAYOUT = (
 )
 HARMLESS_KEYS = frozenset(
     """
-    _name_or_path architectures auto_map dtype has_no_defaults_at_init model_type
+    _name_or_path architectures auto_map dtype model_type
     speculators_version torch_dtype transformers_version
     """.split()
 )
@@ -161,6 +161,7 @@ def _rope_theta(layers: Section) -> float:
 
 def _check_switches(top: Section, layers: Section, config: DraftConfig) -> None:
     """Everything that has one supported value."""
+    top.one_of("speculators_model_type", ("dspark",), default=None)
     layers.one_of("model_type", ("qwen3",), default="qwen3")
     layers.one_of("hidden_act", ("silu",), default="silu")
     layers.one_of("attention_bias", (False,), default=False)

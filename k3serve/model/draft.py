@@ -182,12 +182,14 @@ def block_hidden(
     anchors: Array,  # [G] i32
     positions: Array,  # [G] i32, of the anchors
     drafts: int,
+    *,
+    taps: Taps | None = None,
 ) -> Array:  # [G, drafts, d]
     """The block of each slot after the last norm. Row k predicts the token at positions[g]+k+1.
 
     Of a block only the first `drafts` rows are computed; the block is causal, so the others change
     nothing. Every row sees the context positions-window <= t < positions, and the block up to
-    itself.
+    itself. taps: ("block_k", layer) and ("block_v", layer) [G*drafts, kv heads, D].
     """
     assert 1 <= drafts <= config.block_size, (drafts, config.block_size)
     inputs = (ring_tile, anchors, positions)
@@ -202,6 +204,8 @@ def block_hidden(
     for i, layer in enumerate(weights.layers):
         normed = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = block_qkv(config, layer, normed, where)
+        if taps is not None:
+            taps["block_k", i], taps["block_v", i] = k, v
         mixed = _attend(config, q, k, v, ring_tile.k[i], ring_tile.v[i], visible)
         x = x + rank_sum(dot_f32(mixed.astype(x.dtype), layer.out)).astype(x.dtype)
         normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
