@@ -103,6 +103,8 @@ class DraftConfig:
 
 def _draft(top: Section, layers: Section) -> DraftConfig:
     heads = layers.whole("num_attention_heads")
+    confidence = top.flag("enable_confidence_head", False)
+    with_markov = top.flag("confidence_head_with_markov", False)
     return DraftConfig(
         vocab_size=layers.whole("vocab_size"),
         hidden_size=layers.whole("hidden_size"),
@@ -118,8 +120,8 @@ def _draft(top: Section, layers: Section) -> DraftConfig:
         aux_layers=_aux_layers(top),
         mask_token_id=top.whole("mask_token_id", least=0),
         markov_rank=top.whole("markov_rank"),
-        confidence=top.flag("enable_confidence_head", False),
-        confidence_with_markov=top.flag("confidence_head_with_markov", False),
+        confidence=confidence,
+        confidence_with_markov=confidence and with_markov,
     )
 
 
@@ -185,9 +187,6 @@ def _check_switches(top: Section, layers: Section, config: DraftConfig) -> None:
         raise layers.failure(key, config.kv_heads, f"divisors of the {config.heads} query heads")
     if config.head_dim % 2:
         raise layers.failure("head_dim", config.head_dim, "even numbers, for rotary positions")
-    if config.confidence_with_markov and not config.confidence:
-        key = "confidence_head_with_markov"
-        raise top.failure(key, True, "true only with enable_confidence_head")
 
 
 def _check_target(top: Section, layers: Section, config: DraftConfig, target: TargetConfig) -> None:

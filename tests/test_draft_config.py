@@ -80,6 +80,11 @@ def test_other_spellings(path, value):
     assert found.window == 32 and found.rope_theta == 10000.0
 
 
+def test_no_confidence_head():
+    c = DraftConfig.from_dict(changed("enable_confidence_head", False), TARGET)
+    assert not c.confidence and not c.confidence_with_markov
+
+
 def test_a_flat_rope_theta():
     raw = changed(f"{L}.rope_parameters", KeyError)
     raw[L] |= {"rope_theta": 50000, "rope_scaling": None}
@@ -121,7 +126,7 @@ def test_what_must_fit_the_target(path, value, said):
         ("sample_from_anchor", KeyError, "sample_from_anchor=None.*True"),
         ("sliding_window_non_causal", True, "sliding_window_non_causal=True.*False"),
         ("tie_word_embeddings", True, "tie_word_embeddings=True"),
-        ("enable_confidence_head", False, "confidence_head_with_markov=True"),
+        ("enable_confidence_head", 1, "enable_confidence_head=1"),
         ("speculators_config", {"algorithm": "eagle3"}, "algorithm='eagle3'"),
         ("block_size", 0, "block_size=0"),
         ("surprise", 1, "surprise=1 is an unknown key.*a DSpark draft"),

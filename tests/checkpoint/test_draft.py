@@ -100,6 +100,18 @@ def test_float32_files_are_accepted(tmp_path):
     assert np.array_equal(loaded(folder).fc, loaded().fc)
 
 
+def test_no_confidence_head(tmp_path):
+    folder = copy("k3_tiny_dspark", tmp_path)
+    config = (folder / "config.json").read_text()
+    without = config.replace('"enable_confidence_head": true', '"enable_confidence_head": false')
+    (folder / "config.json").write_text(without)
+    with pytest.raises(CheckpointError, match=r"confidence_head.proj.bias: found in"):
+        loaded(folder)
+    edit(folder, K, lambda t: [t.pop(n) for n in list(t) if n.startswith("confidence_head")])
+    w = loaded(folder)
+    assert w.confidence_w is None and w.confidence_b is None
+
+
 @pytest.mark.parametrize("missing", [["embed_tokens.weight"], ["lm_head.weight"]])
 def test_embedding_and_head_may_be_missing(tmp_path, missing):
     folder = copy("k3_tiny_dspark", tmp_path)
