@@ -9,14 +9,13 @@ Try it: `TargetConfig.from_dir("tests/data/k3_tiny")`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k3serve.errors import ConfigError
-from k3serve.sections import Section, refuse_unknown
+from k3serve.sections import Section, read_config, refuse_unknown
 
 # Keys of text_config (or of a flat config) that do not change what the model computes.
 HARMLESS_KEYS = frozenset(
@@ -142,18 +141,7 @@ class TargetConfig:
     @staticmethod
     def from_dir(path: str | Path) -> TargetConfig:
         """Reads config.json of a checkpoint folder. Raises ConfigError."""
-        file = Path(path) / "config.json"
-        try:
-            raw = json.loads(file.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"{file}: no such file; a checkpoint folder needs it") from None
-        except OSError as error:  # not a folder, not readable, ...
-            raise ConfigError(
-                f"{file}: cannot be read ({error.strerror}); name a checkpoint folder that can"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{file}: not valid JSON ({error})") from None
-        return TargetConfig.from_dict(raw)
+        return TargetConfig.from_dict(read_config(path))
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> TargetConfig:

@@ -1,14 +1,33 @@
-"""Reads a JSON object key by key, and knows afterwards which keys nobody read.
+"""Reads config.json and its objects key by key, and knows afterwards which keys nobody read.
 
 Rule: every refusal is a ConfigError that names the key, the value and what is supported.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from k3serve.errors import ConfigError
+
+TARGETS = "Kimi K3 and Kimi-Linear"
+
+
+def read_config(path: str | Path) -> Any:
+    """The parsed config.json of a checkpoint folder. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; a checkpoint folder needs it") from None
+    except OSError as error:  # not a folder, not readable, ...
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); name a checkpoint folder that can"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error})") from None
 
 
 class Section:
@@ -63,15 +82,20 @@ class Section:
             raise self.failure(key, value, ", ".join(repr(s) for s in supported))
         return value
 
-    def refuse_rest(self, harmless: Iterable[str] = ()) -> None:
-        refuse_unknown(self.values, self.seen | set(harmless), self.prefix)
+    def refuse_rest(self, harmless: Iterable[str] = (), models: str = TARGETS) -> None:
+        refuse_unknown(self.values, self.seen | set(harmless), self.prefix, models)
 
 
-def refuse_unknown(values: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
+def refuse_unknown(
+    values: Mapping[str, Any], known: Iterable[str], prefix: str, models: str = TARGETS
+) -> None:
+    """Raises ConfigError for the first key that is not known; `models` names those with known
+    keys.
+    """
     unknown = sorted(set(values) - set(known))
     if unknown:
         key = unknown[0]
         raise ConfigError(
-            f"{prefix}{key}={values[key]!r} is an unknown key; supported: the keys of Kimi K3 and "
-            "Kimi-Linear. If it does not change what the model computes, remove it from config.json"
+            f"{prefix}{key}={values[key]!r} is an unknown key; supported: the keys of {models}. "
+            "If it does not change what the model computes, remove it from config.json"
         )

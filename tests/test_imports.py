@@ -18,6 +18,7 @@ RANKS = {
     "errors": 0,
     "wire": 0,
     "config": 0,
+    "draft_config": 0,
     "sections": 0,
     "settings": 0,
     "metrics": 0,

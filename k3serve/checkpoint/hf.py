@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,23 @@ class Checkpoint:
         """Opens every file and checks each tensor's presence, shape and dtype. Raises
         CheckpointError.
         """
+        return Checkpoint.of(path, tensor_table(config), ignored=VISION_PREFIXES)
+
+    @staticmethod
+    def of(
+        path: str | Path,
+        table: dict[str, Tensor],
+        *,
+        optional: Collection[str] = (),
+        ignored: tuple[str, ...] = (),
+    ) -> Checkpoint:
+        """The same for any table of tensors: those named in `optional` may be missing (see `has`),
+        names that begin with one of `ignored` are left alone. Raises CheckpointError.
+        """
         folder = Path(path)
-        table = {n: t for n, t in tensor_table(config).items() if not _is_vision(n)}
+        table = {n: t for n, t in table.items() if not n.startswith(ignored)}
         files = _tensor_files(folder)
+        table = {n: t for n, t in table.items() if n in files or n not in optional}
         missing = sorted(set(table) - set(files))
         if missing:
             raise CheckpointError(
@@ -55,8 +70,8 @@ class Checkpoint:
         for name, tensor in table.items():
             checkpoint._check(name, tensor, stored[wanted[name]])
         for file, names in stored.items():
-            _refuse_extra(file, names - set(table))
-        _refuse_extra(folder, set(files) - set(table))
+            _refuse_extra(file, names - set(table), ignored)
+        _refuse_extra(folder, set(files) - set(table), ignored)
         return checkpoint
 
     def _check(self, name: str, tensor: Tensor, stored: set[str]) -> None:
@@ -86,6 +101,9 @@ class Checkpoint:
                 f"{name}: cannot be read from {self._files[name]}: {error}"
             ) from None
 
+    def has(self, name: str) -> bool:
+        return name in self._files
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
 
@@ -93,12 +111,8 @@ class Checkpoint:
         return self._files[name]
 
 
-def _is_vision(name: str) -> bool:
-    return name.startswith(VISION_PREFIXES)
-
-
-def _refuse_extra(where: Path, names: set[str]) -> None:
-    extra = sorted(n for n in names if not _is_vision(n))
+def _refuse_extra(where: Path, names: set[str], ignored: tuple[str, ...]) -> None:
+    extra = sorted(n for n in names if not n.startswith(ignored))
     if extra:
         raise CheckpointError(
             f"{extra[0]}: found in {where}, but config.json describes no such tensor "

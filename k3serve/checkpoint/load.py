@@ -39,7 +39,16 @@ def load(
     """The weights as arrays over the mesh axis "rank". Raises CheckpointError and ConfigError."""
     checkpoint = Checkpoint.open(path, config)
     tree = layout(config, mesh.shape[RANK], dtype, expert_format)
-    readers = sources.readers(checkpoint, config)
+    return fill(tree, sources.readers(checkpoint, config), mesh, progress)
+
+
+def fill(
+    tree: Any,
+    readers: Callable[[sources.Path], sources.Reader],
+    mesh: Mesh,
+    progress: Progress | None = None,
+) -> Any:
+    """The tree of Leafs as arrays, each put together by the reader of its path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     total = sum(_share(leaf, mesh) for _, leaf in leaves)
     done, arrays = 0, []

@@ -30,11 +30,50 @@ def readers(checkpoint: Checkpoint, config: TargetConfig) -> Callable[[Path], Re
     return _Readers(checkpoint, config).find
 
 
-class _Readers:
+class Kinds:
+    """Makes readers of the kinds of weights that any model has."""
+
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int) -> None:
+        self.file = checkpoint
+        self.vocab_size = vocab_size
+
+    def vector(self, name: str) -> Reader:
+        """[n]; the file may have further axes of its own (dt_bias by head)."""
+        return lambda index: self.file.read(name).reshape(-1)[index[0]]
+
+    def matrix(self, name: str) -> Reader:
+        return lambda index: self.file.read(name, (index[1], index[0])).T
+
+    def stack(self, names: list[str]) -> Reader:
+        """[in, parts, out]; the parts are whole in every slice."""
+
+        def read(index: Index) -> np.ndarray:
+            return _stack(names, 1, lambda name: self.file.read(name, (index[2], index[0])).T)
+
+        return read
+
+    def vocabulary(self, name: str) -> Reader:
+        """[padded vocab, d]; rows past the vocabulary are zeros."""
+
+        def read(index: Index) -> np.ndarray:
+            rows = index[0]
+            end = min(rows.stop, self.vocab_size)
+            part = self.file.read(name, (slice(min(rows.start, end), end), index[1]))
+            missing = rows.stop - rows.start - part.shape[0]
+            return np.pad(part, [(0, missing), (0, 0)]) if missing else part
+
+        return read
+
+    def head(self, name: str) -> Reader:
+        rows = self.vocabulary(name)
+        return lambda index: rows((index[1], index[0])).T
+
+
+class _Readers(Kinds):
     """Makes readers; methods are kinds of weights."""
 
     def __init__(self, checkpoint: Checkpoint, config: TargetConfig) -> None:
-        self.file = checkpoint
+        super().__init__(checkpoint, config.vocab_size)
         self.config = config
 
     def find(self, path: Path) -> Reader:
@@ -115,10 +154,6 @@ class _Readers:
 
     # -------------------------------------------------------------------------- kinds of weights
 
-    def vector(self, name: str) -> Reader:
-        """[n]; the file may have further axes of its own (dt_bias by head)."""
-        return lambda index: self.file.read(name).reshape(-1)[index[0]]
-
     def score(self, base: str) -> Reader:
         """[d]: an AttnRes norm weight times its score vector, exact in float32 from bfloat16."""
 
@@ -127,17 +162,6 @@ class _Readers:
             return (norm * self.file.read(f"{base}_proj.weight").reshape(-1).astype(np.float32))[
                 index[0]
             ]
-
-        return read
-
-    def matrix(self, name: str) -> Reader:
-        return lambda index: self.file.read(name, (index[1], index[0])).T
-
-    def stack(self, names: list[str]) -> Reader:
-        """[in, parts, out]; the parts are whole in every slice."""
-
-        def read(index: Index) -> np.ndarray:
-            return _stack(names, 1, lambda name: self.file.read(name, (index[2], index[0])).T)
 
         return read
 
@@ -166,22 +190,6 @@ class _Readers:
             return stored[index[0]]
 
         return read
-
-    def vocabulary(self, name: str) -> Reader:
-        """[padded vocab, d]; rows past the vocabulary are zeros."""
-
-        def read(index: Index) -> np.ndarray:
-            rows = index[0]
-            end = min(rows.stop, self.config.vocab_size)
-            part = self.file.read(name, (slice(min(rows.start, end), end), index[1]))
-            missing = rows.stop - rows.start - part.shape[0]
-            return np.pad(part, [(0, missing), (0, 0)]) if missing else part
-
-        return read
-
-    def head(self, name: str) -> Reader:
-        rows = self.vocabulary(name)
-        return lambda index: rows((index[1], index[0])).T
 
     def kv_up(self, name: str, value: bool) -> Reader:
         """k_up [heads, nope, latent] or v_up [heads, latent, v]: each head's rows hold its key

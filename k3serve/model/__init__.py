@@ -1,5 +1,5 @@
-"""The target model in plain JAX: Kimi K3 and Kimi-Linear. Runs anywhere, and is the oracle of the
-kernels.
+"""The target model in plain JAX, Kimi K3 and Kimi-Linear, and its DSpark draft. Runs anywhere, and
+is the oracle of the kernels.
 
 Rule: pure functions of (config, weights, state, inputs), called inside
 `jax.shard_map(..., check_vma=False)` over one mesh axis, "rank" (also with one rank).
@@ -21,7 +21,8 @@ Pages have C tokens, a multiple of 16. The state is indexed by slot (KdaState) o
 at position 0, begins from zeros. Inactive slots and unused pages keep their bits.
 
 Files: target (the two programs), kda, mla, moe, attn_res (parts), ops (rounding rules), mxfp4,
-collectives (the exchanges between ranks), weights and state (what lies on the devices), scoring.
+collectives (the exchanges between ranks), weights and state (what lies on the devices), scoring;
+draft (context rows, ring, block, heads) and draft_weights.
 """
 
 from k3serve.model.collectives import RANK

@@ -61,11 +61,17 @@ def gated(config: TargetConfig, gate_up: Array) -> Array:
 
     situ: b*tanh(g/b)*sigmoid(g) * l*tanh(u/l); silu: g*sigmoid(g) * u.
     """
+    if config.activation != "situ":
+        return silu_gated(gate_up)
     gate = gate_up[..., 0, :].astype(F32)
     up = gate_up[..., 1, :].astype(F32)
-    if config.activation == "situ":
-        beta, linear = config.situ_beta, config.situ_linear_beta
-        out = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate) * (linear * jnp.tanh(up / linear))
-    else:
-        out = gate * jax.nn.sigmoid(gate) * up
+    beta, linear = config.situ_beta, config.situ_linear_beta
+    out = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate) * (linear * jnp.tanh(up / linear))
     return out.astype(gate_up.dtype)
+
+
+def silu_gated(gate_up: Array) -> Array:
+    """g*sigmoid(g) * u. gate_up [..., 2, width]: gate branch, up branch."""
+    gate = gate_up[..., 0, :].astype(F32)
+    up = gate_up[..., 1, :].astype(F32)
+    return (gate * jax.nn.sigmoid(gate) * up).astype(gate_up.dtype)

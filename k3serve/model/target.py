@@ -33,11 +33,18 @@ Mixer = Callable[[int, LayerWeights, Array, Any], tuple[Array, Any]]
 
 
 def embed(config: TargetConfig, weights: Weights, tokens: Array) -> Array:
-    """tokens [N] i32 -> [N, d]. Exactly one rank holds each row; the others add zeros."""
-    rows = weights.embed.shape[0]
+    """tokens [N] i32 -> [N, d]."""
+    return embed_rows(weights.embed, tokens)
+
+
+def embed_rows(table: Array, tokens: Array) -> Array:
+    """Rows of a table that is split over ranks by rows; the argument is this rank's part. tokens
+    [N] i32 -> [N, d]. Exactly one rank holds each row; the others add zeros.
+    """
+    rows = table.shape[0]
     local = tokens - rank_index() * rows
     mine = (local >= 0) & (local < rows)
-    found = weights.embed[jnp.clip(local, 0, rows - 1)]
+    found = table[jnp.clip(local, 0, rows - 1)]
     return rank_sum(jnp.where(mine[:, None], found, 0))
 
 
@@ -191,6 +198,7 @@ __all__ = [
     "Taps",
     "decode_rows",
     "embed",
+    "embed_rows",
     "head_logits",
     "local_head_logits",
     "prefill_page",
