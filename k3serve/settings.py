@@ -15,10 +15,14 @@ NANO = Path(__file__).parent / "assets" / "nano"
 DTYPES = ("auto", "float32", "bfloat16")
 COMMON = (
     "max_slots", "context", "page_tokens", "pages_per_tick", "steps_per_tick", "dtype", "experts",
-    "allow_reserved", "ranks",
+    "allow_reserved", "ranks", "rows", "tile_slots", "acceptance", "markov_top",
 )  # fmt: skip
 DAY_S = 86_400  # timers take no arbitrary number
 EXPERT_FORMATS = ("auto", "dense", "packed")
+ACCEPTANCE = ("coupled", "block", "token", "onehot")
+NO_DRAFT = "none"
+DEFAULT_ROWS = 8
+CPU_TILE = 2  # a CPU computes what it is given; a pod streams its weights once for all slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,12 @@ class ServeConfig:
     dtype: str = "auto"
     experts: str = "auto"
     allow_reserved: bool = False
+    # speculation
+    draft: str = "auto"  # a folder; auto: the checkpoint's folder "draft", if there; or none
+    rows: int | None = None  # None: 8 with a draft, else 1
+    acceptance: str = "coupled"
+    markov_top: int | None = None
+    tile_slots: int | None = None  # None: all; on CPU 2 where a step has several rows
     sync: bool = False
     tick_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
@@ -63,8 +73,16 @@ class ServeConfig:
             ("pages_per_tick", 1, 1024),
             ("steps_per_tick", 1, 1024),
             ("max_queue", 1, 1_000_000),
+            ("rows", 1, 64),
+            ("markov_top", 1, 1 << 24),
+            ("tile_slots", 1, self.max_slots),
         ):
-            _check(name, getattr(self, name), low, high)
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), low, high)
+        if self.tile_slots is not None and self.max_slots % self.tile_slots:
+            raise ConfigError(
+                f"--tile-slots {self.tile_slots}: must divide --max-slots {self.max_slots}"
+            )
         if self.page_tokens % 16:
             raise ConfigError(f"--page-tokens {self.page_tokens}: must be a multiple of 16")
         if self.context is not None:
@@ -82,6 +100,10 @@ class ServeConfig:
             raise ConfigError(f"--dtype {self.dtype}: use one of {', '.join(DTYPES)}")
         if self.experts not in EXPERT_FORMATS:
             raise ConfigError(f"--experts {self.experts}: use one of {', '.join(EXPERT_FORMATS)}")
+        if self.acceptance not in ACCEPTANCE:
+            raise ConfigError(f"--acceptance {self.acceptance}: use one of {', '.join(ACCEPTANCE)}")
+        if not self.draft.strip():
+            raise ConfigError("--draft is empty: name a draft's folder, or say auto or none")
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -117,7 +139,41 @@ class ServeConfig:
         """Flags that must be equal on all hosts, with their values."""
         return {_flag(name): str(getattr(self, name)) for name in COMMON}
 
-    def tick_shape(self, model_context: int) -> TickShape:
+    def draft_dir(self) -> Path | None:
+        """The draft's folder, or None for a run without drafts. Raises ConfigError."""
+        if self.draft == NO_DRAFT or self.rows == 1:
+            return None
+        if self.draft == "auto":
+            found = self.checkpoint / "draft"
+            return found if found.is_dir() else None
+        folder = Path(self.draft)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--draft {self.draft}: no such folder; name the folder of a draft's config.json, "
+                "or say auto or none"
+            )
+        return folder
+
+    def _rows(self, draft_block: int | None) -> int:
+        """R; draft_block: how many drafts the draft model makes at most, None without one."""
+        if draft_block is None:
+            return self.rows or (DEFAULT_ROWS if self.draft == NO_DRAFT else 1)
+        most = draft_block + 1
+        if self.rows is not None and self.rows > most:
+            raise ConfigError(
+                f"--rows {self.rows}: the draft guesses {draft_block} tokens at a time, which with "
+                f"the anchor makes {most} rows; use at most that"
+            )
+        return self.rows or min(DEFAULT_ROWS, most)
+
+    def _tile(self, rows: int, on_cpu: bool) -> int:
+        if self.tile_slots is not None:
+            return self.tile_slots
+        return CPU_TILE if on_cpu and rows > 1 and self.max_slots % CPU_TILE == 0 else 0
+
+    def tick_shape(
+        self, model_context: int, draft_block: int | None = None, on_cpu: bool = True
+    ) -> TickShape:
         """The fixed sizes of this run; model_context is the most tokens the model was made for."""
         page = self.page_tokens
         context = self.context or min(model_context, 8192) // page * page
@@ -135,12 +191,14 @@ class ServeConfig:
                 f"use {context // page * page}"
             )
         pages_per_slot = context // page
+        rows = self._rows(draft_block)
         return TickShape(
             max_slots=self.max_slots,
             page_tokens=self.page_tokens,
             pages_per_tick=self.pages_per_tick,
             steps_per_tick=self.steps_per_tick,
-            rows=1,
+            rows=rows,
+            tile_slots=self._tile(rows, on_cpu),
             pages_per_slot=pages_per_slot,
             num_pages=pages_per_slot * self.max_slots,
         )

@@ -20,10 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3serve import wire
+from k3serve.checkpoint.draft import load_draft
 from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
+from k3serve.draft_config import DraftConfig
 from k3serve.errors import HostFailure
+from k3serve.model.acceptance import Rule
+from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
 from k3serve.settings import ServeConfig
@@ -43,9 +47,11 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
     joined()
     use_compilation_cache()
     target = TargetConfig.from_dir(config.checkpoint)
-    shape = config.tick_shape(target.max_position)
-    agree(_common(config), config.connect_timeout_s)
+    draft_dir = config.draft_dir()
+    draft = None if draft_dir is None else DraftConfig.from_dir(draft_dir, target)
     on_cpu = jax.devices()[0].platform == "cpu"
+    shape = config.tick_shape(target.max_position, draft.block_size if draft else None, on_cpu)
+    agree(_common(config, draft_dir), config.connect_timeout_s)
     mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = dtype_of(config.dtype, on_cpu)
     started = time.monotonic()
@@ -57,6 +63,10 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
         expert_format=expert_format_of(config.experts, target, on_cpu),
         progress=Progress("loading weights"),
     )
+    draft_weights = None
+    if draft is not None and draft_dir is not None:
+        progress = Progress("loading the draft's weights")
+        draft_weights = load_draft(draft_dir, draft, mesh, dtype, progress)
     log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
     started = time.monotonic()
     allowed = (
@@ -64,19 +74,31 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
         if config.allow_reserved
         else sampling_mask(config.checkpoint, target.vocab_size)
     )
-    engine = Engine(target, shape, mesh, weights, allowed, dtype=dtype)
+    engine = Engine(
+        target,
+        shape,
+        mesh,
+        ModelWeights(target=weights, draft=draft_weights),
+        allowed,
+        dtype=dtype,
+        speculation=Speculation(draft, Rule(config.acceptance), config.markov_top),
+    )
     log.info("compiled in %.1f s", time.monotonic() - started)
     wait_for_all_hosts(config.connect_timeout_s)
     return engine
 
 
-def _common(config: ServeConfig) -> dict[str, str]:
+def _common(config: ServeConfig, draft_dir: Path | None) -> dict[str, str]:
     """What must be equal on all hosts, by the name that a message should use."""
-    model = (config.checkpoint / "config.json").read_bytes()
     return config.common() | {
         "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
-        "the checkpoint's config.json (its checksum)": hashlib.sha256(model).hexdigest()[:16],
+        "the checkpoint's config.json (its checksum)": _checksum(config.checkpoint),
+        "the draft's config.json (its checksum)": _checksum(draft_dir) if draft_dir else "no draft",
     }
+
+
+def _checksum(folder: Path) -> str:
+    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
 
 
 def dtype_of(name: str, on_cpu: bool) -> Any:

@@ -171,7 +171,7 @@ def replay(
     Both runs go through one loop body, so that a row leaves the same bits in the state whether it
     was replayed from a step of its own or from the middle of another's.
     """
-    slots, rows = new.beta.shape[:2]
+    rows = new.beta.shape[1]
     real = jnp.arange(rows) < accepted[:, None]
     old_inputs = KdaInputs(
         q=jnp.zeros_like(old.k),

@@ -92,7 +92,7 @@ def draw(
     rows: SamplingRows,
     positions: jax.Array,  # [N] i32: absolute position of the token to draw
     purpose: int,
-    offset: int = 0,  # of a draft in its block
+    offset: jax.Array | int = 0,  # of a draft in its block
 ) -> jax.Array:  # [N] i32
     """One sample of each row, with the noise of its (seed, choice, position, purpose, offset)."""
 
@@ -156,7 +156,7 @@ def gumbel(
     position: jax.Array,  # i32
     vocab: int,
     purpose: int,
-    offset: int = 0,
+    offset: jax.Array | int = 0,
 ) -> jax.Array:  # [vocab] f32
     """Noise of one place in one stream: argmax(logits + noise) is a sample."""
     return jax.random.gumbel(_key(seed, choice, position, purpose, offset), (vocab,), jnp.float32)

@@ -76,7 +76,7 @@ def decode_rows(
 
     The tile is the G slots from `first` on. tokens [G, R] i32; positions [G] i32, of the first row;
     active [G] bool, or i32 numbers of real rows; page_table [G, MP] i32. Returns hidden [G, R, d],
-    ready for head_logits, and the state after the real rows; accept_rows may take some of them back.
+    ready for head_logits, and the state after the real rows; accept_rows may take some back.
     A slot that is not active keeps its state bit for bit; one at position 0 starts from zeros.
     """
     slots, rows = tokens.shape

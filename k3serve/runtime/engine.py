@@ -20,7 +20,9 @@ from k3serve import wire
 from k3serve.config import TargetConfig
 from k3serve.errors import HostFailure
 from k3serve.model.collectives import RANK
+from k3serve.model.draft import init_ring, ring_specs
 from k3serve.model.state import init_state, state_specs
+from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.table import SlotTable, empty_table
 from k3serve.runtime.tick import EngineState, build_tick
 from k3serve.types import TickShape
@@ -59,13 +61,16 @@ class Engine:
         config: TargetConfig,
         shape: TickShape,
         mesh: Mesh,
-        weights: Any,
+        weights: ModelWeights,
         allowed: np.ndarray,  # [vocab] bool: tokens that may be sampled
         *,
         dtype: Any,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
         self.shape = shape
+        self.speculation = speculation or Speculation()
+        assert (self.speculation.draft is None) == (weights.draft is None)
         self.compilations = CompileCounter()
         self._mesh = mesh
         self._weights = weights
@@ -85,7 +90,13 @@ class Engine:
             jax.eval_shape(partial(empty_table, self.shape, config.vocab_size)),
         )
         tick: Any = PartitionSpec()
-        return EngineState(model=state_specs(config), table=table, tick=tick)
+        draft = self.speculation.draft
+        return EngineState(
+            model=state_specs(config, self.shape.rows),
+            ring=None if draft is None else ring_specs(draft),
+            table=table,
+            tick=tick,
+        )
 
     def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
         shape, replicated = self.shape, NamedSharding(self._mesh, PartitionSpec())
@@ -101,14 +112,19 @@ class Engine:
             num_pages=shape.num_pages,
             page_tokens=shape.page_tokens,
             dtype=dtype,
+            rows=shape.rows,
         )
-        return EngineState(model=model, table=table, tick=tick)
+        draft = self.speculation.draft
+        ring = None
+        if draft is not None:
+            ring = init_ring(draft, self._mesh, slots=shape.max_slots, rows=shape.rows, dtype=dtype)
+        return EngineState(model=model, ring=ring, table=table, tick=tick)
 
     def _compile(self, config: TargetConfig) -> Any:
         specs = self._specs(config)
         weight_specs = jax.tree.map(lambda array: array.sharding.spec, self._weights)
         step = jax.shard_map(
-            build_tick(config, self.shape),
+            build_tick(config, self.shape, self.speculation),
             mesh=self._mesh,
             in_specs=(weight_specs, PartitionSpec(), specs, PartitionSpec(RANK)),
             out_specs=(specs, PartitionSpec()),

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from k3serve.model.sampling import BANNED_BIAS, SamplingRows, choose, penalise
+from k3serve.model.sampling import BANNED_BIAS, SamplingRows, penalise
+from k3serve.runtime import row_policy
 from k3serve.types import MAX_STOP_IDS, Finish, TickShape
 from k3serve.wire import Layout
 
@@ -27,6 +28,7 @@ class SlotTable:
     max_tokens: jax.Array  # [S] i32
     min_tokens: jax.Array  # [S] i32
     want_logprobs: jax.Array  # [S] bool
+    speculate: jax.Array  # [S] bool
     stop_ids: jax.Array  # [S, MAX_STOP_IDS] i32, -1 = none
     bias: jax.Array  # [S, V] f32
     page_table: jax.Array  # [S, pages_per_slot] i32
@@ -36,6 +38,7 @@ class SlotTable:
     produced: jax.Array  # [S] i32: tokens emitted so far
     counts: jax.Array  # [S, V] i32: of generated tokens
     seen: jax.Array  # [S, V] bool: of prompt tokens
+    level: jax.Array  # [S] i32: see row_policy
 
     @property
     def positions(self) -> jax.Array:  # [S] i32: absolute position of the anchor
@@ -61,6 +64,7 @@ def empty_table(shape: TickShape, vocab: int) -> SlotTable:
         max_tokens=ints,
         min_tokens=ints,
         want_logprobs=jnp.zeros(s, bool),
+        speculate=jnp.zeros(s, bool),
         stop_ids=jnp.full((s, MAX_STOP_IDS), -1, jnp.int32),
         bias=jnp.zeros((s, vocab), jnp.float32),
         page_table=jnp.zeros((s, shape.pages_per_slot), jnp.int32),
@@ -70,11 +74,12 @@ def empty_table(shape: TickShape, vocab: int) -> SlotTable:
         produced=ints,
         counts=jnp.zeros((s, vocab), jnp.int32),
         seen=jnp.zeros((s, vocab), bool),
+        level=ints,
     )
 
 
-def apply_plan(table: SlotTable, plan: jax.Array, layout: Layout) -> SlotTable:
-    """Releases, then admits. `plan` is the broadcast vector."""
+def apply_plan(table: SlotTable, plan: jax.Array, layout: Layout, rows: int) -> SlotTable:
+    """Releases, then admits. `plan` is the broadcast vector, `rows` those of a decode step."""
 
     def ints(name: str) -> jax.Array:
         return layout.view(plan, name)
@@ -101,6 +106,7 @@ def apply_plan(table: SlotTable, plan: jax.Array, layout: Layout) -> SlotTable:
             max_tokens=ints("max_tokens"),
             min_tokens=ints("min_tokens"),
             want_logprobs=ints("want_logprobs") != 0,
+            speculate=ints("speculate") != 0,
             stop_ids=ints("stop_token_ids"),
             bias=_dense_bias(ints("bias_ids"), floats("bias_values"), table.bias.shape),
             page_table=ints("page_table"),
@@ -110,6 +116,7 @@ def apply_plan(table: SlotTable, plan: jax.Array, layout: Layout) -> SlotTable:
             produced=jnp.zeros_like(table.produced),
             counts=jnp.zeros_like(table.counts),
             seen=jnp.zeros_like(table.seen),
+            level=jnp.full_like(table.level, row_policy.start_level(rows - 1)),
         )
         return jax.tree.map(lambda new, old: _by_slot(admit, new, old), fresh, table)
 
@@ -138,39 +145,77 @@ def note_prompt(table: SlotTable, slot: jax.Array, tokens: jax.Array, length: An
     return table.replace(seen=seen)  # type: ignore[attr-defined]
 
 
-def next_tokens(
-    table: SlotTable,
-    logits: jax.Array,  # [S, V] f32, the model's own
+def masked_logits(
+    table: SlotTable,  # of G slots
+    logits: jax.Array,  # [G, R, V] f32, the model's own
+    drafts: jax.Array,  # [G, R-1] i32: row i stands after the first i of them
     allowed: jax.Array,  # [V] bool: tokens that may ever be sampled
-) -> jax.Array:  # [S] i32
-    """Chooses the token after each slot's newest one, by the slot's settings."""
-    slots, vocab = logits.shape
-    logits = penalise(logits + table.bias, table.rows, table.counts, table.seen)
+) -> jax.Array:  # [G, R, V] f32
+    """What each row's next token is chosen by, before temperature and cuts."""
+    logits = logits + table.bias[:, None]
+    penalties = jnp.any(_penalised(table.rows))
+    logits = lax.cond(penalties, lambda: _with_penalties(table, logits, drafts), lambda: logits)
     logits = jnp.where(allowed, logits, -jnp.inf)
-    early = table.produced < table.min_tokens
-    column = jnp.where((table.stop_ids < 0) | ~early[:, None], vocab, table.stop_ids)
-    logits = logits.at[jnp.arange(slots)[:, None], column].set(-jnp.inf, mode="drop")
-    return choose(logits, table.rows, table.prompt_len + table.produced)
+    early = table.produced[:, None] + jnp.arange(logits.shape[1]) < table.min_tokens[:, None]
+    return lax.cond(jnp.any(early), lambda: _without_stops(table, logits, early), lambda: logits)
 
 
-def advance(table: SlotTable, mask: jax.Array, tokens: jax.Array) -> tuple[SlotTable, jax.Array]:
-    """Takes tokens [S] i32 as emitted by the slots in mask [S] bool.
+def _penalised(rows: SamplingRows) -> jax.Array:  # [G] bool
+    penalties = (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
+    return penalties | (rows.repetition_penalty != 1.0)
 
-    Returns the table and [S] i32 Finish codes; a slot that finishes is no longer active.
+
+def _with_penalties(table: SlotTable, logits: jax.Array, drafts: jax.Array) -> jax.Array:
+    slots, rows, vocab = logits.shape
+    drafted = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32).cumsum(axis=1)  # [G, R-1, V]
+    counts = table.counts[:, None] + jnp.pad(drafted, ((0, 0), (1, 0), (0, 0)))
+    seen = jnp.broadcast_to(table.seen[:, None], logits.shape)
+    flat = (x.reshape(slots * rows, vocab) for x in (logits, counts, seen))
+    logits, counts, seen = flat
+    return penalise(logits, by_row(table.rows, rows), counts, seen).reshape(slots, rows, vocab)
+
+
+def _without_stops(table: SlotTable, logits: jax.Array, early: jax.Array) -> jax.Array:
+    slots, rows, vocab = logits.shape
+    stops = table.stop_ids[:, None]
+    column = jnp.where((stops < 0) | ~early[..., None], vocab, stops)  # out of range: dropped
+    at = (jnp.arange(slots)[:, None, None], jnp.arange(rows)[None, :, None], column)
+    return logits.at[at].set(-jnp.inf, mode="drop")
+
+
+def by_row(settings: SamplingRows, rows: int) -> SamplingRows:
+    """Each slot's settings for each of its rows: [G] -> [G*R]."""
+    repeated: SamplingRows = jax.tree.map(lambda a: jnp.repeat(a, rows, axis=0), settings)
+    return repeated
+
+
+def advance(
+    table: SlotTable,  # of G slots
+    mask: jax.Array,  # [G] bool: slots that take tokens now
+    tokens: jax.Array,  # [G, R] i32
+    count: jax.Array,  # [G] i32: how many of them were decided, at least 1
+) -> tuple[SlotTable, jax.Array, jax.Array]:
+    """Takes tokens as emitted, up to a stop token or the end of the budget.
+
+    Returns the table, how many were taken [G] i32, and Finish codes [G] i32; a slot that finishes
+    is no longer active.
     """
-    slots = tokens.shape[0]
-    produced = table.produced + mask
-    stopped = jnp.any(tokens[:, None] == table.stop_ids, axis=-1)
-    spent = produced >= table.max_tokens
-    finish = jnp.where(
-        stopped, int(Finish.STOP), jnp.where(spent, int(Finish.LENGTH), int(Finish.NONE))
-    )
-    finish = jnp.where(mask, finish, int(Finish.NONE)).astype(jnp.int32)
-    counts = table.counts.at[jnp.arange(slots), tokens].add(mask.astype(jnp.int32))
+    slots, rows = tokens.shape
+    place = jnp.arange(rows)
+    stops = jnp.any(tokens[..., None] == table.stop_ids[:, None], axis=-1)
+    spent = table.produced[:, None] + place + 1 >= table.max_tokens[:, None]
+    ends = (stops | spent) & (place < count[:, None])
+    ended, end = jnp.any(ends, axis=1), jnp.argmax(ends, axis=1)
+    taken = jnp.where(mask, jnp.where(ended, end + 1, count), 0)
+    last = jnp.maximum(taken - 1, 0)
+    slot = jnp.arange(slots)
+    reason = jnp.where(stops[slot, last], int(Finish.STOP), int(Finish.LENGTH))
+    finish = jnp.where(mask & ended, reason, int(Finish.NONE)).astype(jnp.int32)
+    emitted = (place < taken[:, None]).astype(jnp.int32)
     table = table.replace(  # type: ignore[attr-defined]
-        produced=produced,
-        anchor=jnp.where(mask, tokens, table.anchor),
-        active=jnp.where(mask, finish == int(Finish.NONE), table.active),
-        counts=counts,
+        produced=table.produced + taken,
+        anchor=jnp.where(mask, tokens[slot, last], table.anchor),
+        active=jnp.where(mask, ~ended, table.active),
+        counts=table.counts.at[slot[:, None], tokens].add(emitted),
     )
-    return table, finish
+    return table, taken, finish

@@ -5,7 +5,7 @@
 3. apply: release, admit
 4. pages: a device loop over the plan's pages, in order, each in one fixed shape
 5. first: one sampling step for the slots whose prompt has just ended
-6. decode: a device loop of up to decode_steps steps; ends early when no slot has work left
+6. decode: a device loop of up to decode_steps steps (decode.py); ends when no slot has work left
 7. result: one packed vector, the same on every rank
 
 Rule: no shape and no order of operations depends on the load, so a request's bits do not either.
@@ -24,10 +24,13 @@ from jax import lax
 
 from k3serve import wire
 from k3serve.config import TargetConfig
+from k3serve.model import draft as dspark
 from k3serve.model.collectives import RANK
+from k3serve.model.sampling import choose
 from k3serve.model.scoring import page_scores
-from k3serve.model.target import decode_rows, head_logits, prefill_page
-from k3serve.runtime.table import SlotTable, advance, apply_plan, next_tokens, note_prompt
+from k3serve.model.target import Taps, head_logits, prefill_page
+from k3serve.runtime.decode import Decoder, Emitted, ModelWeights, Running, Speculation, emit
+from k3serve.runtime.table import SlotTable, apply_plan, masked_logits, note_prompt
 from k3serve.types import MAX_TOP_LOGPROBS, Finish, TickShape
 
 
@@ -35,59 +38,48 @@ from k3serve.types import MAX_TOP_LOGPROBS, Finish, TickShape
 class EngineState:
     """Everything that lives on the device between ticks; donated to each."""
 
-    model: Any  # model.state: split over the ranks
+    model: Any  # model.State: split over the ranks
+    ring: Any  # the draft's DraftRing, or None: split over the ranks
     table: SlotTable  # replicated
     tick: jax.Array  # i32: number of the next tick
 
 
-@struct.dataclass
-class Emitted:
-    """What the tick has produced so far; becomes the result."""
-
-    counts: jax.Array  # [S] i32
-    finish: jax.Array  # [S] i32
-    tokens: jax.Array  # [S, E] i32
-    logprobs: jax.Array  # [S, E] f32
-    top_ids: jax.Array  # [S, E, K] i32
-    top_logprobs: jax.Array  # [S, E, K] f32
-    slot_steps: jax.Array  # [S] i32
-    offered: jax.Array  # [S, R-1] i32
-    accepted: jax.Array  # [S, R-1] i32
-    score_logprobs: jax.Array  # [P, C] f32
-    score_top_ids: jax.Array  # [P, C, K] i32
-    score_top_logprobs: jax.Array  # [P, C, K] f32
-
-
 def build_tick(
-    config: TargetConfig, shape: TickShape
-) -> Callable[[Any, jax.Array, EngineState, jax.Array], tuple[EngineState, jax.Array]]:
+    config: TargetConfig, shape: TickShape, speculation: Speculation
+) -> Callable[[ModelWeights, jax.Array, EngineState, jax.Array], tuple[EngineState, jax.Array]]:
     """The function of one rank, to run inside shard_map over RANK:
 
     (weights, allowed [V] bool, state, plan_rows [1, plan_len] i32) -> (state, result [len] i32)
     """
-    return _Tick(config, shape).run
+    return _Tick(config, shape, speculation).run
 
 
 class _Tick:
     """Holds the static sizes, so that the steps below read as the list in the docstring above."""
 
-    def __init__(self, config: TargetConfig, shape: TickShape) -> None:
+    def __init__(self, config: TargetConfig, shape: TickShape, speculation: Speculation) -> None:
         self.config = config
         self.shape = shape
+        self.draft = speculation.draft
+        self.decoder = Decoder(config, shape, speculation)
         self.plan_layout = wire.plan_layout(shape)
         self.result_layout = wire.result_layout(shape)
 
     def run(
-        self, weights: Any, allowed: jax.Array, state: EngineState, plan_rows: jax.Array
+        self, weights: ModelWeights, allowed: jax.Array, state: EngineState, plan_rows: jax.Array
     ) -> tuple[EngineState, jax.Array]:
         plan = lax.psum(plan_rows[0], RANK)
         fault = self._check(plan, state.tick)
         plan = jnp.where(fault == int(wire.Fault.NONE), plan, 0)  # a refused plan does nothing
-        table = apply_plan(state.table, plan, self.plan_layout)
-        model, table, emitted = self._pages(weights, allowed, state.model, table, plan)
-        model, table, emitted, steps = self._decode(weights, allowed, model, table, emitted, plan)
-        result = self._pack(emitted, state.tick, fault, self._int(plan, "stop"), steps)
-        return EngineState(model=model, table=table, tick=state.tick + 1), result
+        table = apply_plan(state.table, plan, self.plan_layout, self.shape.rows)
+        running = Running(model=state.model, ring=state.ring, table=table, emitted=self._nothing())
+        running = self._pages(weights, allowed, running, plan)
+        running, steps = self._decode(weights, allowed, running, plan)
+        result = self._pack(running.emitted, state.tick, fault, self._int(plan, "stop"), steps)
+        state = EngineState(
+            model=running.model, ring=running.ring, table=running.table, tick=state.tick + 1
+        )
+        return state, result
 
     def _int(self, plan: jax.Array, name: str) -> jax.Array:
         return self.plan_layout.view(plan, name)
@@ -107,131 +99,127 @@ class _Tick:
     # ------------------------------------------------------------------------------ prefill
 
     def _pages(
-        self, weights: Any, allowed: jax.Array, model: Any, table: SlotTable, plan: jax.Array
-    ) -> tuple[Any, SlotTable, Emitted]:
+        self, weights: ModelWeights, allowed: jax.Array, running: Running, plan: jax.Array
+    ) -> Running:
         slots, width = self.shape.max_slots, self.config.hidden_size
         ended = jnp.zeros(slots, bool)
-        last_hidden = jnp.zeros((slots, width), weights.embed.dtype)
-        carry = (model, table, self._nothing(), ended, last_hidden)
+        last_hidden = jnp.zeros((slots, width), weights.target.embed.dtype)
 
         def page(i: jax.Array, carry: Any) -> Any:
             return self._page(weights, plan, i, carry)
 
-        carry = lax.fori_loop(0, self._int(plan, "num_pages"), page, carry)
-        model, table, emitted, ended, last_hidden = carry
+        carry = (running, ended, last_hidden)
+        count = self._int(plan, "num_pages")
+        running, ended, last_hidden = lax.fori_loop(0, count, page, carry)
+        table, emitted = running.table, running.emitted
         first = ended & (table.max_tokens > 0)
         # a slot that only scores its prompt is done
         finish = jnp.where(ended & ~first, int(Finish.LENGTH), emitted.finish)
-        emitted = emitted.replace(finish=finish.astype(jnp.int32))
+        emitted = emitted.replace(finish=finish.astype(jnp.int32))  # type: ignore[attr-defined]
 
         def sample_first() -> tuple[SlotTable, Emitted]:
-            logits = head_logits(self.config, weights, last_hidden)
-            return self._emit(allowed, table, emitted, logits, first)
+            logits = head_logits(self.config, weights.target, last_hidden)[:, None]
+            no_drafts = jnp.zeros((slots, 0), jnp.int32)
+            masked = masked_logits(table, logits, no_drafts, allowed)[:, 0]
+            tokens = choose(masked, table.rows, table.positions + 1)[:, None]
+            one = jnp.ones(slots, jnp.int32)
+            return emit(table, emitted, logits, tokens, first, one, 0)[:2]
 
         table, emitted = lax.cond(jnp.any(first), sample_first, lambda: (table, emitted))
-        return model, table, emitted
+        return running.replace(table=table, emitted=emitted)  # type: ignore[attr-defined]
 
-    def _page(self, weights: Any, plan: jax.Array, i: jax.Array, carry: Any) -> Any:
-        model, table, emitted, ended, last_hidden = carry
+    def _page(self, weights: ModelWeights, plan: jax.Array, i: jax.Array, carry: Any) -> Any:
+        running, ended, last_hidden = carry
 
         def of(name: str) -> jax.Array:
             return self._int(plan, name)[i]
 
-        slot, length, tokens = of("page_slot"), of("page_len"), of("page_tokens")
+        slot, start, length, tokens = (
+            of("page_slot"),
+            of("page_start"),
+            of("page_len"),
+            of("page_tokens"),
+        )
+        taps: Taps = {}
         hidden, model = prefill_page(
             self.config,
-            weights,
-            model,
+            weights.target,
+            running.model,
             slot,
             tokens,
-            of("page_start"),
+            start,
             length,
-            table.page_table[slot],
+            running.table.page_table[slot],
+            taps=taps,
         )
-        table = note_prompt(table, slot, tokens, length)
+        running = running.replace(
+            model=model,
+            ring=self._context(weights, running.ring, taps, slot, start, length),
+            table=note_prompt(running.table, slot, tokens, length),
+            emitted=self._scores(weights, running.emitted, plan, i, hidden),
+        )
+        final = of("page_final") != 0
+        ended = ended.at[slot].set(ended[slot] | final)
+        last = jnp.where(final, hidden[length - 1], last_hidden[slot])
+        return running, ended, last_hidden.at[slot].set(last)
+
+    def _context(
+        self,
+        weights: ModelWeights,
+        ring: Any,
+        taps: Taps,
+        slot: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+    ) -> Any:
+        """The draft's context rows of a page; its block is for decoding only."""
+        if self.draft is None:
+            return ring
+        at = start + jnp.arange(self.shape.page_tokens)
+        features = dspark.features(self.draft, taps)
+        keys, values = dspark.context_rows(self.draft, weights.draft, features, at)
+        return dspark.commit_page(ring, slot, keys, values, start, length)
+
+    def _scores(
+        self,
+        weights: ModelWeights,
+        emitted: Emitted,
+        plan: jax.Array,
+        i: jax.Array,
+        hidden: jax.Array,
+    ) -> Emitted:
+        def of(name: str) -> jax.Array:
+            return self._int(plan, name)[i]
 
         def score() -> Emitted:
-            following = jnp.roll(tokens, -1).at[length - 1].set(of("page_next"))
-            logits = head_logits(self.config, weights, hidden)
+            following = jnp.roll(of("page_tokens"), -1).at[of("page_len") - 1].set(of("page_next"))
+            logits = head_logits(self.config, weights.target, hidden)
             chosen, ids, best = page_scores(logits, following, MAX_TOP_LOGPROBS)
-            return emitted.replace(
+            scored: Emitted = emitted.replace(  # type: ignore[attr-defined]
                 score_logprobs=emitted.score_logprobs.at[i].set(chosen),
                 score_top_ids=emitted.score_top_ids.at[i].set(ids),
                 score_top_logprobs=emitted.score_top_logprobs.at[i].set(best),
             )
+            return scored
 
-        emitted = lax.cond(of("page_score") != 0, score, lambda: emitted)
-        final = of("page_final") != 0
-        ended = ended.at[slot].set(ended[slot] | final)
-        last = jnp.where(final, hidden[length - 1], last_hidden[slot])
-        return model, table, emitted, ended, last_hidden.at[slot].set(last)
+        return lax.cond(of("page_score") != 0, score, lambda: emitted)
 
     # ------------------------------------------------------------------------------- decode
 
     def _decode(
-        self,
-        weights: Any,
-        allowed: jax.Array,
-        model: Any,
-        table: SlotTable,
-        emitted: Emitted,
-        plan: jax.Array,
-    ) -> tuple[Any, SlotTable, Emitted, jax.Array]:
+        self, weights: ModelWeights, allowed: jax.Array, running: Running, plan: jax.Array
+    ) -> tuple[Running, jax.Array]:
         wanted = self._int(plan, "decode_steps")
 
-        def more(carry: Any) -> jax.Array:
-            _, table, _, step = carry
-            return (step < wanted) & jnp.any(table.active)
+        def more(carry: tuple[Running, jax.Array]) -> jax.Array:
+            running, step = carry
+            return (step < wanted) & jnp.any(running.table.active)
 
-        def one(carry: Any) -> Any:
-            model, table, emitted, step = carry
-            hidden, model = decode_rows(
-                self.config,
-                weights,
-                model,
-                table.anchor[:, None],
-                table.positions,
-                table.active,
-                table.page_table,
-            )
-            logits = head_logits(self.config, weights, hidden[:, 0])
-            steps = emitted.slot_steps + table.active
-            table, emitted = self._emit(allowed, table, emitted, logits, table.active)
-            emitted = emitted.replace(slot_steps=steps)
-            return model, table, emitted, step + 1
+        def one(carry: tuple[Running, jax.Array]) -> tuple[Running, jax.Array]:
+            running, step = carry
+            return self.decoder.step(weights, allowed, running), step + 1
 
-        return lax.while_loop(more, one, (model, table, emitted, jnp.int32(0)))
-
-    def _emit(
-        self,
-        allowed: jax.Array,
-        table: SlotTable,
-        emitted: Emitted,
-        logits: jax.Array,  # [S, V] f32
-        mask: jax.Array,  # [S] bool: slots that take a token now
-    ) -> tuple[SlotTable, Emitted]:
-        slots, k = jnp.arange(self.shape.max_slots), MAX_TOP_LOGPROBS
-        tokens = next_tokens(table, logits, allowed)
-
-        def scores() -> tuple[jax.Array, jax.Array, jax.Array]:
-            return page_scores(logits, tokens, k)
-
-        def no_scores() -> tuple[jax.Array, jax.Array, jax.Array]:
-            n = self.shape.max_slots
-            return jnp.zeros(n), jnp.zeros((n, k), jnp.int32), jnp.zeros((n, k))
-
-        chosen, ids, best = lax.cond(jnp.any(mask & table.want_logprobs), scores, no_scores)
-        table, finish = advance(table, mask, tokens)
-        at = (slots, jnp.where(mask, emitted.counts, self.shape.emit))  # out of range: dropped
-        emitted = emitted.replace(  # type: ignore[attr-defined]
-            counts=emitted.counts + mask,
-            finish=jnp.where(mask, finish, emitted.finish),
-            tokens=emitted.tokens.at[at].set(tokens, mode="drop"),
-            logprobs=emitted.logprobs.at[at].set(chosen, mode="drop"),
-            top_ids=emitted.top_ids.at[at].set(ids, mode="drop"),
-            top_logprobs=emitted.top_logprobs.at[at].set(best, mode="drop"),
-        )
-        return table, emitted
+        return lax.while_loop(more, one, (running, jnp.int32(0)))
 
     # ------------------------------------------------------------------------------- result
 
