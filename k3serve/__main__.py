@@ -18,7 +18,7 @@ from typing import Any
 try:
     VERSION = metadata.version("k3serve")
     from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestError
-    from k3serve.settings import DTYPES, EXPERT_FORMATS, NANO, ServeConfig
+    from k3serve.settings import ACCEPTANCE, DTYPES, EXPERT_FORMATS, NANO, ServeConfig
 except ModuleNotFoundError as error:
     print(
         f"k3serve: {sys.executable} lacks what k3serve needs ({error}): write `sh launch/local.sh` "
@@ -202,6 +202,18 @@ def _add_serve(verbs: Any) -> None:
                         help="let unnamed reserved tokens be sampled")  # fmt: skip
     engine.add_argument("--sync", action="store_true",
                         help="plan, run, read without overlap: for debugging")  # fmt: skip
+
+    drafting = serve.add_argument_group("drafts (equal on all hosts)")
+    add(drafting, "draft", str, "DIR", "folder of a DSpark draft in the speculators layout; none: "
+        "no drafts; auto: the checkpoint's folder draft, if there")  # fmt: skip
+    add(drafting, "rows", int, "R", "rows that a step verifies at most, anchor included; 1 builds "
+        "a server for models without a draft [8 with a draft, else 1]")  # fmt: skip
+    add(drafting, "acceptance", str, "RULE", "how drawn tokens accept drafts, by the model's own "
+        "distribution: coupled gives the very tokens of decoding without drafts; block and token "
+        "let the draft draw, too; onehot takes its best token", choices=ACCEPTANCE)  # fmt: skip
+    add(drafting, "markov-top", int, "M",
+        "let the Markov head correct the M best draft logits only [all]")  # fmt: skip
+    add(drafting, "tile-slots", int, "G", "slots computed in one go [all; on CPU 2]")
 
     hosts = serve.add_argument_group("hosts and ranks")
     add(hosts, "hosts", int, "N", "start N hosts on this machine")

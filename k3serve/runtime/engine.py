@@ -72,16 +72,16 @@ class Engine:
         self.speculation = speculation or Speculation()
         assert (self.speculation.draft is None) == (weights.draft is None)
         self.compilations = CompileCounter()
-        self._mesh = mesh
-        self._weights = weights
+        self.mesh = mesh
+        self.weights = weights
         self._plan_size = wire.plan_layout(shape).size
         self._rows = NamedSharding(mesh, PartitionSpec(RANK))
         self._local_ranks = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
         replicated = NamedSharding(mesh, PartitionSpec())
-        self._allowed = jax.make_array_from_callback(
+        self.allowed = jax.make_array_from_callback(
             allowed.shape, replicated, lambda index: allowed[index]
         )
-        self._state = self._initial_state(config, dtype)
+        self.state = self._initial_state(config, dtype)
         self._program = self._compile(config)
 
     def _specs(self, config: TargetConfig) -> EngineState:
@@ -99,7 +99,7 @@ class Engine:
         )
 
     def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
-        shape, replicated = self.shape, NamedSharding(self._mesh, PartitionSpec())
+        shape, replicated = self.shape, NamedSharding(self.mesh, PartitionSpec())
 
         def create() -> tuple[SlotTable, jax.Array]:
             return empty_table(shape, config.vocab_size), jnp.int32(0)
@@ -107,7 +107,7 @@ class Engine:
         table, tick = jax.jit(create, out_shardings=replicated)()
         model = init_state(
             config,
-            self._mesh,
+            self.mesh,
             slots=shape.max_slots,
             num_pages=shape.num_pages,
             page_tokens=shape.page_tokens,
@@ -117,24 +117,24 @@ class Engine:
         draft = self.speculation.draft
         ring = None
         if draft is not None:
-            ring = init_ring(draft, self._mesh, slots=shape.max_slots, rows=shape.rows, dtype=dtype)
+            ring = init_ring(draft, self.mesh, slots=shape.max_slots, rows=shape.rows, dtype=dtype)
         return EngineState(model=model, ring=ring, table=table, tick=tick)
 
     def _compile(self, config: TargetConfig) -> Any:
         specs = self._specs(config)
-        weight_specs = jax.tree.map(lambda array: array.sharding.spec, self._weights)
+        weight_specs = jax.tree.map(lambda array: array.sharding.spec, self.weights)
         step = jax.shard_map(
             build_tick(config, self.shape, self.speculation),
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=(weight_specs, PartitionSpec(), specs, PartitionSpec(RANK)),
             out_specs=(specs, PartitionSpec()),
             check_vma=False,
         )
         plan_rows = jax.ShapeDtypeStruct(
-            (self._mesh.size, self._plan_size), jnp.int32, sharding=self._rows
+            (self.mesh.size, self._plan_size), jnp.int32, sharding=self._rows
         )
         jitted = jax.jit(step, donate_argnums=2)
-        return jitted.lower(self._weights, self._allowed, self._state, plan_rows).compile()
+        return jitted.lower(self.weights, self.allowed, self.state, plan_rows).compile()
 
     def dispatch(self, plan_vector: np.ndarray | None) -> jax.Array:
         """Launches the next tick and returns at once; followers pass None and feed zeros."""
@@ -143,9 +143,7 @@ class Engine:
             rows[0] = plan_vector
         plan_rows = jax.make_array_from_process_local_data(self._rows, rows)
         try:
-            self._state, result = self._program(
-                self._weights, self._allowed, self._state, plan_rows
-            )
+            self.state, result = self._program(self.weights, self.allowed, self.state, plan_rows)
         except Exception as error:
             raise HostFailure(f"the tick could not be launched: {error}") from error
         return result
