@@ -111,7 +111,8 @@ def make_batch(recipe: DraftRecipe, rows: list[Row], length: int, step: int) -> 
     padding[:, 0] = free[: capacity - used]
     table = np.concatenate([table, padding])
     weights = (np.arange(capacity) < used).astype(np.float32)
-    return DraftBatch(ids, anchors, *np.ascontiguousarray(table.T), weights)
+    blocks, positions, slots = np.ascontiguousarray(table.T)
+    return DraftBatch(ids, anchors, blocks, positions, slots, weights)
 
 
 def reachable(written: list[bool], block: int) -> np.ndarray:  # [tokens] int
