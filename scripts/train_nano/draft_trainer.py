@@ -152,7 +152,8 @@ class DraftTrainer:
         return fold_scale(state)
 
     def _initial_state(self) -> dict[str, Any]:
-        params = draft_model.init_params(self.recipe.spec, jax.random.key(self.recipe.seed))
+        init = jax.jit(draft_model.init_params, static_argnums=0)
+        params = init(self.recipe.spec, jax.random.key(self.recipe.seed))
         streams = len(self.recipe.spec.aux_layers)
         opt = optimizer.init_state(params)
         return {"params": params, "opt": opt, "scale": jnp.zeros(streams)}

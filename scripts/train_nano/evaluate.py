@@ -16,6 +16,7 @@ import dataclasses
 import json
 import random
 import urllib.request
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,7 +115,8 @@ def request_body(case: Sample, model: str | None, temperature: float = 0) -> dic
         "max_tokens": MAX_NEW_TOKENS,
     }
     if temperature:
-        body |= {"seed": SEED, "top_p": 1, "top_k": 0}
+        seed = zlib.crc32(case.prompt.encode())  # not one random stream for all cases
+        body |= {"seed": seed, "top_p": 1, "top_k": 0}
     if case.tools:
         body["tools"] = list(case.tools)
     if case.thinking == "off":

@@ -13,6 +13,7 @@ from scripts.train_nano import draft_export, draft_model
 from scripts.train_nano.draft_spec import DraftSpec
 
 GOLDENS = Path(__file__).parents[1] / "data/k3_tiny_dspark"
+_block_rows = jax.jit(draft_model.block_rows, static_argnums=0)
 SMALL = DraftSpec(
     aux_layers=(0, 1), vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=8,
     intermediate=16, window=5, block=4, markov_rank=3, mask_id=39,
@@ -37,7 +38,7 @@ def test_training_form_gives_the_numbers_of_the_library() -> None:
         np.testing.assert_allclose(k, g["context_k"][index], atol=1e-4)
         np.testing.assert_allclose(v, g["context_v"][index], atol=1e-4)
 
-    rows = draft_model.block_rows(spec, params, embed, context, ids, anchors)[0]
+    rows = _block_rows(spec, params, embed, context, ids, anchors)[0]
     assert len(rows) == 9
     for hidden, anchor in zip(rows, g["anchors"], strict=True):
         previous = ids[0, anchor : anchor + spec.block]
@@ -64,7 +65,9 @@ def test_config_has_the_fields_of_the_library() -> None:
 @pytest.fixture(scope="module")
 def small_params() -> dict:
     """Parameters in which nothing is zero or one by construction."""
-    leaves, tree = jax.tree.flatten(draft_model.init_params(SMALL, jax.random.key(0)))
+    leaves, tree = jax.tree.flatten(
+        jax.jit(draft_model.init_params, static_argnums=0)(SMALL, jax.random.key(0))
+    )
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, noisy)
@@ -125,9 +128,7 @@ def test_many_anchors_in_one_forward_equal_blocks_computed_one_by_one(small_para
     embed = rng.normal(size=(SMALL.vocab, SMALL.hidden))
     anchors = np.array([[0, 3, 5, 11], [6, 1, 10, 7]], np.int32)  # before and beyond the window
     context = draft_model.context_rows(SMALL, small_params, jnp.asarray(aux, jnp.float32))
-    got = draft_model.block_rows(
-        SMALL, small_params, jnp.asarray(embed, jnp.float32), context, ids, anchors
-    )
+    got = _block_rows(SMALL, small_params, jnp.asarray(embed, jnp.float32), context, ids, anchors)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), small_params)
     for row in range(2):
         for place, anchor in enumerate(anchors[row]):
