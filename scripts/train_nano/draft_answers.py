@@ -25,6 +25,7 @@ from scripts.train_nano.spec import END_OF_MSG_ID, ModelSpec
 from scripts.train_nano.tokenizer import Tokenizer
 
 log = logging.getLogger("train_nano")
+_BATCH = 256  # a shard's 512 sampled and 1,024 greedy answers fill it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class AnswerCache:
         sampled = round(len(prompts) * recipe.sampled_share)
         for temperature, part in ((1.0, prompts[:sampled]), (0.0, prompts[sampled:])):
             answers = decode.generate(
-                spec, params, part, recipe.longest_answer, temperature=temperature, seed=seed
+                spec, params, part, recipe.longest_answer, min(_BATCH, len(part)), temperature, seed
             )
             for prompt, answer in zip(part, answers, strict=True):
                 ended = len(answer) < recipe.longest_answer
