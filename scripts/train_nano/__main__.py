@@ -1,36 +1,28 @@
-"""One command from nothing to the checkpoint that k3serve ships.
+"""One command from nothing to what k3serve ships: K3-nano, then its draft in OUT/draft.
 
     python -m scripts.train_nano --out k3serve/assets/nano
 
 Rule: it can be killed at any time; the same command with --resume goes on from the last checkpoint
-and ends with the same weights. `--steps 200,300,100` makes a quick, poor model.
+and ends with the same weights. `--steps 200,300,100,100 --draft-steps 60,60` makes a quick, poor
+model. With --stop-after or --export-only the target alone is written; `python -m
+scripts.train_nano.draft` makes a draft for one that is already there.
 """
 
 import argparse
 import dataclasses
 import logging
-import os
-import sys
 from pathlib import Path
 
-# Must be set before the process starts: without huge pages a quarter of the time goes into page
-# faults, because XLA's buffers are given back to the system after every step (13.6k tokens/s
-# without, 19.4k with, on two cores).
-_ENVIRONMENT = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "OMP_WAIT_POLICY": "passive",
-    "JAX_PLATFORMS": "cpu",
-}
+from scripts.train_nano.process import restart_fast
 
 
 def main() -> None:
     args = _parse()
-    if os.environ.get("GLIBC_TUNABLES") is None:
-        command = [sys.executable, "-m", "scripts.train_nano", *sys.argv[1:]]
-        os.execve(sys.executable, command, _ENVIRONMENT | dict(os.environ))
+    restart_fast("scripts.train_nano")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("absl").setLevel(logging.WARNING)
 
+    from scripts.train_nano.draft_spec import DraftRecipe
     from scripts.train_nano.recipe import Recipe
     from scripts.train_nano.run import run
 
@@ -39,7 +31,11 @@ def main() -> None:
         pairs = zip(recipe.stages, args.steps, strict=True)
         stages = tuple(dataclasses.replace(stage, steps=steps) for stage, steps in pairs)
         recipe = dataclasses.replace(recipe, stages=stages)
-    run(recipe, args.out, args.work, args.resume, args.stop_after, args.export_only)
+    draft = DraftRecipe(seed=args.seed)
+    if args.draft_steps:
+        corpus, answers = args.draft_steps
+        draft = dataclasses.replace(draft, corpus_steps=corpus, answer_steps=answers)
+    run(recipe, draft, args.out, args.work, args.resume, args.stop_after, args.export_only)
 
 
 def _parse() -> argparse.Namespace:
@@ -48,7 +44,8 @@ def _parse() -> argparse.Namespace:
     add("--out", type=Path, default=Path("k3serve/assets/nano"), help="where the model goes")
     add("--work", type=Path, default=Path("build/train_nano"), help="checkpoints and caches")
     add("--steps", type=_counts, help="steps of the four stages, e.g. 2500,4000,6000,12000")
-    add("--stop-after", type=int, help="stop at this step, to go on later with --resume")
+    add("--draft-steps", type=_counts, help="steps of the draft's two stages, e.g. 1500,4500")
+    add("--stop-after", type=int, help="stop the target at this step, to go on later with --resume")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--export-only", action="store_true", help="write the newest checkpoint, train nothing")
     add("--seed", type=int, default=1)

@@ -33,6 +33,11 @@ class ChatStream:
         self.waiting: dict[int, list[Row]] = {length: [] for length in lengths}
 
     def next_batch(self) -> Batch:
+        rows, length = self.next_rows()
+        return make_batch(rows, length, PAD_ID, self.share)
+
+    def next_rows(self) -> tuple[list[Row], int]:
+        """The rows of the next batch, and the length that they are to be padded to."""
         while True:
             fragments = xtml.render(next(self.samples))
             row = self.tokenizer.encode_fragments(fragments)
@@ -43,7 +48,7 @@ class ChatStream:
             rows.append(row)
             if len(rows) == self.rows[length]:
                 self.waiting[length] = []
-                return make_batch(rows, length, PAD_ID, self.share)
+                return rows, length
 
     def state(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Greedy decoding in recurrent form, batched: the model as a server runs it, one token at a time.
+"""Decoding in recurrent form, batched: the model as a server runs it, one token at a time.
 
 Rule: same parameters and same equations as `model.forward`, but MLA in its absorbed form and KDA
 step by step, so that it checks the training form as well as it answers prompts.
@@ -46,7 +46,7 @@ def step(
             out, new[index] = _kda_step(spec, p, state[index], x)
         return out
 
-    hidden, _ = model.trunk(spec, params, params["embed"][ids], attention)
+    hidden, _, _ = model.trunk(spec, params, params["embed"][ids], attention)
     return hidden @ model.head(params), new
 
 
@@ -77,14 +77,24 @@ def _mla_step(
     return (out * jax.nn.sigmoid(x @ p["g"])) @ p["o"], {"cache": cache}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _generate(spec: ModelSpec, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Fills `tokens [batch, time]` greedily from each row's prompt length on."""
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _generate(
+    spec: ModelSpec,
+    params: Params,
+    tokens: jax.Array,  # [batch, time] int32
+    lengths: jax.Array,  # [batch] int32
+    temperature: float,
+    key: jax.Array,
+) -> jax.Array:  # [batch, time] int32
+    """Fills each row of `tokens` from its prompt length on."""
     batch, time = tokens.shape
 
     def body(carry: Any) -> Any:
         position, state, tokens, done = carry
         logits, state = step(spec, params, state, position, tokens[:, position])
+        if temperature > 0:
+            noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
+            logits = logits / temperature + noise
         best = jnp.where(done, END_OF_MSG_ID, logits.argmax(-1).astype(tokens.dtype))
         in_prompt = position + 1 < lengths
         following = jnp.where(in_prompt, tokens[:, position + 1], best)
@@ -97,9 +107,16 @@ def _generate(spec: ModelSpec, params: Params, tokens: jax.Array, lengths: jax.A
 
 
 def generate(
-    spec: ModelSpec, params: Params, prompts: list[list[int]], max_new: int, batch: int = 192
+    spec: ModelSpec,
+    params: Params,
+    prompts: list[list[int]],
+    max_new: int,
+    batch: int = 192,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[list[int]]:
-    """Greedy continuations of each prompt, without the end-of-message token."""
+    """Continuations of each prompt, without the end-of-message token: greedy, or drawn at a
+    temperature. One that has `max_new` tokens did not end by itself."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), batch):
@@ -110,7 +127,8 @@ def generate(
         for row, index in enumerate(chosen):
             lengths[row] = len(prompts[index])
             tokens[row, : lengths[row]] = prompts[index]
-        filled = np.asarray(_generate(spec, params, tokens, lengths))
+        key = jax.random.fold_in(jax.random.key(seed), start)
+        filled = np.asarray(_generate(spec, params, tokens, lengths, temperature, key))
         for row, index in enumerate(chosen):
             written = filled[row, lengths[row] : lengths[row] + max_new].tolist()
             end = written.index(END_OF_MSG_ID) if END_OF_MSG_ID in written else len(written)

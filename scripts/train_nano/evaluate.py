@@ -1,18 +1,22 @@
-"""Asks held-out prompts and prints which share is answered exactly right, per skill and group.
+"""Asks held-out prompts; prints which share is answered exactly right, and what drafts brought.
 
     python -m scripts.train_nano.evaluate --base-url http://127.0.0.1:8000   # a running server
     python -m scripts.train_nano.evaluate --checkpoint k3serve/assets/nano   # the files themselves
 
 Rule: greedy decoding, prompts that never occurred in training, and the same cases for both ways of
 asking. Right means equal to the expected text or call; stories, poems and the like only have to
-contain the words that were asked for.
+contain the words that were asked for. The mean acceptance length (tokens per target step) comes
+from the server's `usage.speculation`, or, for files with a draft in `draft/`, from a simulation
+along the target's own answers; `--temperatures 0,1` also measures it with sampling.
 """
 
 import argparse
 import collections
+import dataclasses
 import json
 import random
 import urllib.request
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,15 +24,25 @@ from typing import Any, Protocol
 
 from scripts.train_nano import sampling, xtml
 from scripts.train_nano.samples import Call, Message, Sample, Thinking
+from scripts.train_nano.spec import END_OF_MSG_ID
+from scripts.train_nano.tally import Tally
 
 SEED = 12345
 MAX_NEW_TOKENS = 200
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply, and what drafts did for it; None where there is no draft."""
+
+    reply: xtml.Reply
+    tally: Tally | None
+
+
 class Backend(Protocol):
     """Something that answers cases."""
 
-    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]: ...
+    def answer(self, cases: Sequence[Sample], temperature: float) -> list[Answer]: ...
 
 
 # ------------------------------------------------------------------------------------ backends
@@ -37,26 +51,39 @@ class Backend(Protocol):
 class CheckpointBackend:
     """Decodes in this process from the exported files, in float32."""
 
-    def __init__(self, folder: Path):
-        from scripts.train_nano import export
+    def __init__(self, folder: Path, draft: Path | None = None, drafts: int = 7):
+        from scripts.train_nano import acceptance, draft_export, export
         from scripts.train_nano.spec import ModelSpec
         from scripts.train_nano.tokenizer import Tokenizer
 
         self.spec = ModelSpec()
         self.params = export.load(self.spec, folder)
         self.tokenizer = Tokenizer(folder / "tiktoken.model")
+        draft = draft or folder / "draft"
+        self.simulator = None
+        if draft.exists():
+            loaded = draft_export.load(draft)
+            self.simulator = acceptance.Simulator(self.spec, self.params, *loaded, drafts)
 
-    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]:
+    def answer(self, cases: Sequence[Sample], temperature: float) -> list[Answer]:
         from scripts.train_nano import decode
 
         prompts = [
             self.tokenizer.encode_fragments(xtml.render(case, prompt_only=True))[0]
             for case in cases
         ]
-        written = decode.generate(self.spec, self.params, prompts, MAX_NEW_TOKENS)
+        written = decode.generate(
+            self.spec, self.params, prompts, MAX_NEW_TOKENS, temperature=temperature
+        )
         texts = (self.tokenizer.decode(ids) for ids in written)
         pairs = zip(cases, texts, strict=True)
-        return [xtml.parse(text, case.thinking != "off") for case, text in pairs]
+        replies = [xtml.parse(text, case.thinking != "off") for case, text in pairs]
+        tallies: Sequence[Tally | None] = [None] * len(replies)
+        if self.simulator:
+            ended = [[*w, END_OF_MSG_ID] if len(w) < MAX_NEW_TOKENS else w for w in written]
+            rows = [(p + w, len(p)) for p, w in zip(prompts, ended, strict=True)]
+            tallies = self.simulator.measure(rows, greedy=temperature == 0)
+        return [Answer(*pair) for pair in zip(replies, tallies, strict=True)]
 
 
 class ServerBackend:
@@ -66,27 +93,30 @@ class ServerBackend:
         self.url = base_url.rstrip("/") + "/v1/chat/completions"
         self.model, self.concurrency = model, concurrency
 
-    def answer(self, cases: Sequence[Sample]) -> list[xtml.Reply]:
+    def answer(self, cases: Sequence[Sample], temperature: float) -> list[Answer]:
         with ThreadPoolExecutor(self.concurrency) as pool:
-            return list(pool.map(self._ask, cases))
+            return list(pool.map(lambda case: self._ask(case, temperature), cases))
 
-    def _ask(self, case: Sample) -> xtml.Reply:
-        data = json.dumps(request_body(case, self.model)).encode()
+    def _ask(self, case: Sample, temperature: float) -> Answer:
+        data = json.dumps(request_body(case, self.model, temperature)).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, data, headers)
         with urllib.request.urlopen(request, timeout=600) as response:
-            choice = json.load(response)["choices"][0]
-        return read_choice(choice)
+            body = json.load(response)
+        return Answer(read_choice(body["choices"][0]), Tally.of_usage(body["usage"]))
 
 
-def request_body(case: Sample, model: str | None) -> dict[str, Any]:
+def request_body(case: Sample, model: str | None, temperature: float = 0) -> dict[str, Any]:
     """The chat-completions request of a case."""
     body: dict[str, Any] = {
         "model": model,
         "messages": _openai_messages(case.messages[:-1], with_reasoning=case.thinking != "off"),
-        "temperature": 0,
+        "temperature": temperature,
         "max_tokens": MAX_NEW_TOKENS,
     }
+    if temperature:
+        seed = zlib.crc32(case.prompt.encode())  # not one random stream for all cases
+        body |= {"seed": seed, "top_p": 1, "top_k": 0}
     if case.tools:
         body["tools"] = list(case.tools)
     if case.thinking == "off":
@@ -169,6 +199,36 @@ def score(cases: Sequence[Sample], replies: Sequence[xtml.Reply]) -> dict[str, A
     }
 
 
+def tabulate_drafts(cases: Sequence[Sample], answers: Sequence[Answer]) -> dict[str, Any]:
+    """Steps, mean acceptance length and acceptance by position: per skill, per group, for all."""
+    tables: dict[str, dict[str, list[Tally]]] = {
+        "skills": collections.defaultdict(list),
+        "groups": collections.defaultdict(list),
+    }
+    for case, answer in zip(cases, answers, strict=True):
+        if answer.tally:
+            tables["skills"][case.skill].append(answer.tally)
+            for group in (sampling.group_of(case.skill), f"ALL ({case.thinking})", "ALL"):
+                tables["groups"][group].append(answer.tally)
+    result: dict[str, Any] = {}
+    for name, table in tables.items():
+        totals = {key: Tally.total(tallies) for key, tallies in table.items()}
+        result[name] = {
+            key: {"steps": total.steps, "length": total.length, "rates": total.rates}
+            for key, total in totals.items()
+        }
+    return result
+
+
+def print_drafts(result: dict[str, Any], temperature: float) -> None:
+    for title in ("skills", "groups"):
+        print(f"\n{title}: tokens per target step at temperature {temperature:g}, and the share of")
+        print("steps that accepted the draft at each position")
+        for key, row in result[title].items():
+            rates = " ".join(f"{rate:.2f}" for rate in row["rates"])
+            print(f"  {key:28s} {row['length']:5.2f}  {row['steps']:6d} steps  {rates}")
+
+
 def print_table(result: dict[str, Any]) -> None:
     for title in ("skills", "groups"):
         print(f"\n{title}")
@@ -187,10 +247,31 @@ def print_failures(cases: Sequence[Sample], replies: Sequence[xtml.Reply], count
         print(f"  wanted {wanted!r}\n  got    {got!r}  think {reply.think!r}")
 
 
-def report(folder: Path, per_skill: int = 12) -> None:
-    """Evaluates a checkpoint folder and prints the table."""
-    cases = build_cases(per_skill, ("off", "max"))
-    print_table(score(cases, CheckpointBackend(folder).answer(cases)))
+def report(folder: Path, per_skill: int = 12, draft: Path | None = None) -> None:
+    """Evaluates a checkpoint folder and prints the tables."""
+    evaluate(CheckpointBackend(folder, draft), build_cases(per_skill, ("off", "max")), (0.0, 1.0))
+
+
+def evaluate(
+    backend: Backend, cases: Sequence[Sample], temperatures: Sequence[float], failures: int = 0
+) -> dict[str, Any]:
+    """Asks all cases at each temperature; prints and returns the tables. Only greedy answers are
+    graded."""
+    result: dict[str, Any] = {"acceptance": {}}
+    for temperature in temperatures:
+        answers = backend.answer(cases, temperature)
+        if temperature == 0:
+            replies = [answer.reply for answer in answers]
+            result |= score(cases, replies)
+            print_failures(cases, replies, failures)
+            print_table(result)
+        if any(answer.tally for answer in answers):
+            drafts = tabulate_drafts(cases, answers)
+            result["acceptance"][f"temperature {temperature:g}"] = drafts
+            print_drafts(drafts, temperature)
+        elif temperature:
+            print(f"\nno drafts at temperature {temperature:g}: nothing to report")
+    return result
 
 
 def main() -> None:
@@ -199,11 +280,8 @@ def main() -> None:
     if args.base_url:
         backend: Backend = ServerBackend(args.base_url, args.model, args.concurrency)
     else:
-        backend = CheckpointBackend(args.checkpoint)
-    replies = backend.answer(cases)
-    result = score(cases, replies)
-    print_failures(cases, replies, args.failures)
-    print_table(result)
+        backend = CheckpointBackend(args.checkpoint, args.draft, args.drafts)
+    result = evaluate(backend, cases, args.temperatures, args.failures)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -213,14 +291,22 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
     add("--checkpoint", type=Path, default=Path("k3serve/assets/nano"), help="else: this folder")
+    add("--draft", type=Path, help="its draft [CHECKPOINT/draft, where there is one]")
+    add("--drafts", type=int, default=7, help="drafts per step, for --checkpoint [7]")
     add("--model", help="model name in requests to the server [its default model]")
     add("--per-skill", type=int, default=12, help="cases per skill and thinking mode")
     add("--thinking", default="off,max", help="modes to test: off, on, low, high, max")
+    add("--temperatures", type=_floats, default=(0.0,), metavar="0,1", help="0 grades the answers; "
+        "all report acceptance [0]")  # fmt: skip
     add("--concurrency", type=int, default=8, help="requests at a time to the server")
     add("--groups", nargs="*", default=(), help="only these groups, e.g. chat memory facts")
     add("--failures", type=int, default=0, help="print this many wrong answers")
     add("--json", type=Path, help="write the result here")
     return parser.parse_args()
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

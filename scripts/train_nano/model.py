@@ -247,15 +247,18 @@ def moe_layer(spec: ModelSpec, p: Params, x: jax.Array) -> tuple[jax.Array, jax.
 
 def trunk(
     spec: ModelSpec, params: Params, x: jax.Array, attention: Any
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """Runs all layers. `attention(layer_index, layer_params, normed)` is the token mixer.
 
-    Returns the normed hidden rows for the head and the expert choices of each MoE layer.
+    Returns the normed hidden rows for the head, the expert choices of each MoE layer, and the
+    running sum of the residual stream as it enters each layer (a draft's features, section 6.2).
     """
     running = x
     blocks: list[jax.Array] = []
     choices: list[jax.Array] = []
+    entering: list[jax.Array] = []
     for index, p in enumerate(params["layers"]):
+        entering.append(running)
         mixed = residual_mix([*blocks, running], p["attn_res_norm"], p["attn_res_proj"])
         starts_block = index % spec.block_size == 0
         if starts_block:
@@ -271,7 +274,7 @@ def trunk(
             out = gated_mlp(spec, normed, p["gate"], p["up"], p["down"])
         running = running + out
     mixed = residual_mix([*blocks, running], params["out_res_norm"], params["out_res_proj"])
-    return rms_norm(mixed, params["norm"]), choices
+    return rms_norm(mixed, params["norm"]), choices, entering
 
 
 def head(params: Params) -> jax.Array:  # [hidden, vocab]
@@ -284,7 +287,25 @@ def forward(
     ids: jax.Array,  # [batch, time] int32
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Hidden rows `[batch, time, hidden]` before the head, and the expert choices."""
+    hidden, choices, _ = _run_rows(spec, params, ids)
+    return hidden, choices
 
+
+def features(
+    spec: ModelSpec,
+    params: Params,
+    ids: jax.Array,  # [batch, time] int32
+    layers: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden rows as of `forward`, and the running sums `[batch, time, len(layers), hidden]` as
+    they enter these layers."""
+    hidden, _, entering = _run_rows(spec, params, ids)
+    return hidden, jnp.stack([entering[layer] for layer in layers], 2)
+
+
+def _run_rows(
+    spec: ModelSpec, params: Params, ids: jax.Array
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     def attention(index: int, p: Params, x: jax.Array) -> jax.Array:
         layer = mla_layer if index in spec.mla_layers else kda_layer
         return layer(spec, p, x)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from scripts.train_nano.model import Params
 
 # Looked up by row or read element by element: orthogonalising these makes no sense.
-_ADAM_NAMES = ("embed", "head", "router", "conv", "b")
+_ADAM_NAMES = ("embed", "head", "router", "conv", "b", "markov_w1", "markov_w2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

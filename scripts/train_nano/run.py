@@ -1,4 +1,4 @@
-"""The whole run: tokenizer, training, export, evaluation.
+"""The whole run: tokenizer, training, export, draft, evaluation.
 
 Rule: each part leaves files that the next one reads, so a run that stopped goes on where it was.
 """
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import jax
 
-from scripts.train_nano import evaluate, export, sampling, tokenizer, xtml
+from scripts.train_nano import draft, evaluate, export, sampling, tokenizer, xtml
 from scripts.train_nano.batches import RecallStream, Stream
 from scripts.train_nano.chat_stream import ChatStream
+from scripts.train_nano.draft_spec import DraftRecipe
 from scripts.train_nano.recipe import Recipe, Stage
 from scripts.train_nano.spec import N_RANKS
 from scripts.train_nano.trainer import Trainer
@@ -22,15 +23,17 @@ TOKENIZER_SEED = 99
 
 def run(
     recipe: Recipe,
+    draft_recipe: DraftRecipe,
     out: Path,
     work: Path,
     resume: bool = False,
     stop_after: int | None = None,
     export_only: bool = False,
 ) -> None:
-    """Trains by `recipe` with checkpoints in `work`, then writes the model to `out`.
+    """Trains by the recipes with checkpoints in `work`; writes the model to `out` and its draft
+    to `out/draft`.
 
-    `export_only` writes the newest checkpoint without training.
+    `export_only` writes the newest checkpoint of the target without training.
     """
     jax.config.update("jax_compilation_cache_dir", str((work / "compiled").absolute()))
     tokens = prepare_tokenizer(recipe, work / "tokenizer")
@@ -43,6 +46,8 @@ def run(
     params = trainer.latest() if export_only else trainer.run(resume, stop_after)
     export.write(recipe.model, params, work / "tokenizer", out)
     log.info("wrote %s", out)
+    if not export_only and not stop_after:
+        draft.run(draft_recipe, out, out / "draft", work, resume)
     evaluate.report(out)
 
 

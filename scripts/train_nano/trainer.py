@@ -34,7 +34,7 @@ def loss_fn(
     if quantized:
         params = model.with_quantized_experts(params)
     hidden, choices = model.forward(spec, params, ids)
-    logits = _gather_rows(hidden.reshape(-1, spec.hidden), positions) @ model.head(params)
+    logits = gather_rows(hidden.reshape(-1, spec.hidden), positions) @ model.head(params)
     wanted = jax.nn.one_hot(targets, spec.vocab)
     losses = jax.nn.logsumexp(logits, -1) - (logits * wanted).sum(-1)
     right = logits.argmax(-1) == targets
@@ -46,7 +46,7 @@ def loss_fn(
 
 
 @jax.custom_vjp
-def _gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """`x[index]` for distinct indices; says so in the backward scatter, which is then fast."""
     return x[index]
 
@@ -57,7 +57,7 @@ def _gather_bwd(saved: tuple[jax.Array, int], grad: jax.Array) -> tuple[jax.Arra
     return empty.at[index].set(grad, unique_indices=True, mode="drop"), None
 
 
-_gather_rows.defvjp(lambda x, index: (x[index], (index, x.shape[0])), _gather_bwd)
+gather_rows.defvjp(lambda x, index: (x[index], (index, x.shape[0])), _gather_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
@@ -95,7 +95,7 @@ class Trainer:
         state = self._initial_state()
         step, position = 0, None
         if resume and manager.latest_step() is not None:
-            step, state, position = _restore(manager, state)
+            step, state, position = restore_checkpoint(manager, state)
             log.info("resumed at step %d", step)
         else:
             log.info("%s parameters", f"{model.count_params(state['params']):,}")
@@ -108,7 +108,7 @@ class Trainer:
     def latest(self) -> model.Params:
         """The parameters of the newest checkpoint, also while another process is training."""
         with self._manager() as manager:
-            step, state, _ = _restore(manager, self._initial_state())
+            step, state, _ = restore_checkpoint(manager, self._initial_state())
         log.info("read the checkpoint of step %d", step)
         return state["params"]
 
@@ -139,7 +139,9 @@ class Trainer:
             progress.add(step, batch, metrics)
             if step % self.recipe.checkpoint_every == 0 or step == last:
                 jax.block_until_ready(state)
-                _save(manager, step, state, {"stage": stage.name, "stream": stream.state()})
+                save_checkpoint(
+                    manager, step, state, {"stage": stage.name, "stream": stream.state()}
+                )
         return state
 
     def _step(self, state: dict, batch: Batch, step: int) -> tuple[dict, jax.Array]:
@@ -155,12 +157,12 @@ class Trainer:
         return {"params": params, "opt": opt}, metrics
 
 
-def _save(manager: ocp.CheckpointManager, step: int, state: dict, position: dict) -> None:
+def save_checkpoint(manager: ocp.CheckpointManager, step: int, state: dict, position: dict) -> None:
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(position))
     manager.save(step, args=args, force=True)
 
 
-def _restore(manager: ocp.CheckpointManager, like: dict) -> tuple[int, dict, dict]:
+def restore_checkpoint(manager: ocp.CheckpointManager, like: dict) -> tuple[int, dict, dict]:
     step = manager.latest_step()
     args = ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
     restored = manager.restore(step, args=args)
