@@ -1,7 +1,7 @@
 """Whether drafts change anything: held-out chats asked with and without, alone and eight at a time.
 
     python scripts/check_drafts.py --base-url http://127.0.0.1:8000 [--prompts 300]
-    python scripts/check_drafts.py --hosts 1 2 4        # starts the servers itself, one after another
+    python scripts/check_drafts.py --hosts 1 2 4        # starts the servers itself, in turn
 
 Rule: text, reasoning, token bytes and every log-probability must be equal bit for bit, on one
 server (so: per number of hosts); exits with status 1 and shows the first differences otherwise.

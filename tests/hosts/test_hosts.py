@@ -185,3 +185,11 @@ def test_a_host_with_a_damaged_checkpoint_names_itself_and_ends_all(tmp_path: Pa
     assert [host.returncode for host in hosts] == [1, 2], logs
     assert shard.name in logs[1]
     assert "host 1 could not start" in logs[0] and shard.name in logs[0]
+
+
+def test_drafts_change_no_bit_on_two_hosts() -> None:
+    """K3-nano and its draft; scripts/check_drafts.py asks 300 chats on 1, 2 and 4 hosts."""
+    from scripts import check_drafts
+
+    result = check_drafts.with_hosts(2, 12)
+    assert result["different"] == [] and result["acceptance_length"] > 2

@@ -24,11 +24,11 @@ from k3serve.model import (
     decode_rows,
     head_logits,
     init_state,
+    kda,
     prefill_page,
     state_specs,
     weight_specs,
 )
-from k3serve.model import kda
 from k3serve.model.state import KdaState
 
 DATA = Path(__file__).parents[1] / "data"
