@@ -125,7 +125,7 @@ def commit_page(
     kept = jnp.where(start == 0, -1, ring.positions[slot])
     ring = ring.replace(positions=ring.positions.at[slot].set(kept))  # type: ignore[attr-defined]
     row = jnp.arange(count)
-    live = (row < length) & (row >= length - size)
+    live = (row < length) & (row >= length - size)  # a place hit twice has no defined winner
     positions = start + row
     at = jnp.where(live, positions % size, size)  # out of range: dropped
     return _written(ring, (slot, at), positions, keys, values)

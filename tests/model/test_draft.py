@@ -210,6 +210,15 @@ def test_the_whole_window_survives_a_step(draft):
     assert int(np.asarray(ring.positions).max()) == 100  # the eight rejected rows left nothing
 
 
+def test_positions_from_the_anchor_on_are_not_seen(draft):
+    """A ring that was filled three rows further drafts for the earlier anchor as if it were not."""
+    m, p = draft(), 77
+    ring = m.fill(m.ring(), 0, FEATS[: p + 3])
+    anchors, positions = np.full(SLOTS, GOLDENS["ids"][p]), np.full(SLOTS, p)
+    hidden, *_ = m.block(ring, np.arange(SLOTS, dtype=np.int32), ints(anchors), ints(positions))
+    assert worst(hidden[0], GOLDENS[f"hidden_{p}"]) < 1e-4
+
+
 def test_slots_keep_every_bit_when_nothing_is_accepted(draft, filled):
     m, (ring, _) = draft(), filled(1)
     rows = np.ones((SLOTS, ROWS, FEATS.shape[1]), np.float32)
@@ -232,6 +241,7 @@ def test_a_slot_is_fresh_again(draft):
         inputs = np.full(SLOTS, 77, np.int32), np.full(SLOTS, count, np.int32)
         slots = np.arange(SLOTS, dtype=np.int32)
         assert bits(m.block(a, slots, *inputs)[0][4]) == bits(m.block(b, slots, *inputs)[0][4])
+        assert bits(np.asarray(a.positions)[4]) == bits(np.asarray(b.positions)[4])
     rows, zeros = np.repeat(FEATS[None, :ROWS], SLOTS, 0), np.zeros(SLOTS, np.int32)
     ring = m.rows(used, np.arange(SLOTS, dtype=np.int32), rows, zeros, zeros + 2)
     assert sorted(np.asarray(ring.positions)[4])[-3:] == [-1, 0, 1]

@@ -82,7 +82,7 @@ def test_every_cycle_of_the_traces(model, ranks):
         for s in running:
             cycle, m = TRACES[s]["cycles"][n], offered[s]
             assert drafts[s, :m].tolist() == cycle["drafts"], (s, n)
-            assert worst(sure[s, :m], cycle["confidence"]) < 1e-4
+            assert worst(sure[s, :m], cycle["confidence"]) < 1e-5
             assert accepted[s] == cycle["accepted"], (s, n)
             emitted = [*drafts[s, : accepted[s]], best[s, accepted[s]]]
             assert emitted == cycle["emitted"]
