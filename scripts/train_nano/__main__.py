@@ -44,7 +44,7 @@ def _parse() -> argparse.Namespace:
     add("--out", type=Path, default=Path("k3serve/assets/nano"), help="where the model goes")
     add("--work", type=Path, default=Path("build/train_nano"), help="checkpoints and caches")
     add("--steps", type=_counts, help="steps of the four stages, e.g. 2500,4000,6000,12000")
-    add("--draft-steps", type=_counts, help="steps of the draft's two stages, e.g. 1500,4500")
+    add("--draft-steps", type=_counts, help="steps of the draft's two stages, e.g. 1500,2500")
     add("--stop-after", type=int, help="stop the target at this step, to go on later with --resume")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--export-only", action="store_true", help="write the newest checkpoint, train nothing")

@@ -93,7 +93,7 @@ def _parse() -> argparse.Namespace:
     add("--target", type=Path, default=Path("k3serve/assets/nano"), help="the exported target")
     add("--out", type=Path, help="where the draft goes [TARGET/draft]")
     add("--work", type=Path, default=Path("build/train_nano"), help="checkpoints and answers")
-    add("--steps", type=_pair, help="steps on the corpus, on answers, e.g. 1500,4500 (the default)")
+    add("--steps", type=_pair, help="steps on the corpus, on answers, e.g. 1500,2500 (the default)")
     add("--answers", type=int, default=18_432, help="answers that the target writes [18432]")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--stop-after", type=int, dest="stop", help="stop at this step, to go on with --resume")
@@ -119,7 +119,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _pair(text: str) -> tuple[int, ...]:
     numbers = _numbers(text)
     if len(numbers) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: give two counts, e.g. 1500,4500")
+        raise argparse.ArgumentTypeError(f"{text!r}: give two counts, e.g. 1500,2500")
     return numbers
 
 

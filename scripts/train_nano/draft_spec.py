@@ -40,7 +40,7 @@ class DraftRecipe:
 
     spec: DraftSpec = dataclasses.field(default_factory=DraftSpec)
     corpus_steps: int = 1500
-    answer_steps: int = 4500
+    answer_steps: int = 2500
     optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
     seed: int = 1
     # Data
@@ -49,7 +49,7 @@ class DraftRecipe:
     tokens_per_step: int = 3072
     anchors_per_step: int = 384
     slots_per_step: int = 2048  # supervised slots that a step has room for
-    answers: int = 18_432  # written by the target, once, and then read again and again
+    answers: int = 6144  # written by the target, once, and then read again and again
     answers_per_shard: int = 1536
     sampled_share: float = 1 / 3  # of the answers: drawn at temperature 1; the others are greedy
     longest_prompt: int = 512  # of an answer; longer ones cost too much time to decode
