@@ -282,7 +282,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
            'font-family="sans-serif" font-size="12">',
            '<rect width="720" height="260" fill="white"/>',
            '<text x="20" y="20" font-size="14">tokens/s (decoding)</text>',
-           '<text x="420" y="20" font-size="14">steps that accept the draft at k</text>']  # fmt: skip
+           '<text x="420" y="20" font-size="14">steps that accept draft k</text>']  # fmt: skip
     for i, (streams, by_form) in enumerate(speeds.items()):
         top = max(by_form.values())
         for j, (name, value) in enumerate(by_form.items()):
