@@ -83,9 +83,18 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
         dtype=dtype,
         speculation=Speculation(draft, Rule(config.acceptance), config.markov_top),
     )
-    log.info("compiled in %.1f s", time.monotonic() - started)
+    log.info("compiled in %.1f s; %s", time.monotonic() - started, _drafting(config, engine))
     wait_for_all_hosts(config.connect_timeout_s)
     return engine
+
+
+def _drafting(config: ServeConfig, engine: Engine) -> str:
+    if engine.speculation.draft is None:
+        return f"no drafts, {engine.shape.rows} rows a step"
+    return (
+        f"up to {engine.shape.rows - 1} drafts a step from {config.draft_dir()}, "
+        f"acceptance {config.acceptance}"
+    )
 
 
 def _common(config: ServeConfig, draft_dir: Path | None) -> dict[str, str]:
