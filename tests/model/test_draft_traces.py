@@ -18,14 +18,14 @@ TRACES = json.loads((DATA / "k3_tiny_dspark" / "spec_traces.json").read_text())
 
 
 class Loop:
-    """The plain loop: draft, verify by one pass over anchor and drafts, accept, and run the
-    accepted rows again from the state before.
+    """The plain loop: draft, verify by one pass over anchor and drafts, and say how many of its
+    rows have happened.
     """
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.target = draft, draft.target
-        self.verify = self.target.jit(self._rows, 4, donate=False)
-        self.state, self.ring = self.target.state(), draft.ring()
+        self.verify = self.target.jit(self._rows, 4, rows=ROWS)
+        self.state, self.ring = self.target.state(ROWS), draft.ring()
         self.anchors, self.positions = np.zeros(SLOTS, np.int32), np.zeros(SLOTS, np.int32)
 
     def _rows(self, weights, state, tokens, positions, counts, table):
@@ -51,12 +51,12 @@ class Loop:
         drafts, _, sure = self.draft.draft(self.ring, self.anchors, self.positions)
         tokens = np.concatenate([self.anchors[:, None], drafts], axis=1)
         inputs = (self.target.weights, self.state, tokens, self.positions.copy())
-        (logits, feats), _ = self.verify(*inputs, ints(offered + 1), self.target.table)
+        (logits, feats), self.state = self.verify(*inputs, ints(offered + 1), self.target.table)
         best = np.asarray(logits).argmax(-1)
         same = (drafts == best[:, :-1]) & (np.arange(8) < offered[:, None])
         accepted = np.cumprod(same, axis=1).sum(axis=1)
         kept = ints(np.where(offered >= 0, accepted + 1, 0))
-        _, self.state = self.verify(*inputs, kept, self.target.table)
+        self.state = self.target.accept(self.state, kept, kept > 0)
         slots = np.arange(SLOTS, dtype=np.int32)
         self.ring = self.draft.rows(self.ring, slots, feats, self.positions.copy(), kept)
         self.anchors = np.where(offered >= 0, best[slots, accepted], self.anchors).astype(np.int32)

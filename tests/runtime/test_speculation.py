@@ -249,9 +249,9 @@ def test_a_request_that_wants_no_drafts_gets_none(drafting: Runner) -> None:
 def test_sampled_tokens_have_the_targets_distribution(
     engine: Engine, drafting: Runner, rule: str
 ) -> None:
-    """Four tokens after a prompt, 1,500 seeds with drafts against 1,500 others without: a
+    """Four tokens after a prompt, 1,000 seeds with drafts against 1,000 others without: a
     chi-square test of homogeneity over the last three tokens. Deterministic by its seeds."""
-    prompt, count = prompts(27)[12], 1500
+    prompt, count = prompts(27)[12], 1000
 
     def draws(runner: Runner, start: int, speculate: bool) -> Counter[tuple[int, ...]]:
         settings = Sampling(max_tokens=5, temperature=2.0, top_k=5, speculate=speculate)
