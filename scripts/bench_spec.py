@@ -3,10 +3,10 @@ server built for one row; acceptance by position, rows verified, and the cost of
 
     python scripts/bench_spec.py [--prompts 96] [--rounds 3] [--json FILE] [--plot docs/spec.svg]
 
-The work is answering held-out chats of K3-nano's curriculum, by the leader's loop without HTTP, one
-stream and eight. Decoding alone is timed: a run that stops at the first token is subtracted. Each
-round measures every form, one after the other in this process; medians of the rounds are compared.
-Run it when nothing else runs.
+The work is answering held-out chats of K3-nano's curriculum, one at a time and eight at a time, by
+the scheduler and the tick program without HTTP. Decoding is timed: the ticks that compute no page of
+a prompt, from plan to result. Each round measures every form, one after the other in this process;
+medians of the rounds are compared. Run it when nothing else runs.
 Rule: all forms answer the same prompts and must give the same tokens, which is checked.
 """
 
@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ def chats(count: int) -> list[tuple[int, ...]]:
 
 
 def run(form: Form, prompts: list[tuple[int, ...]], streams: int, **sampling: Any) -> Any:
-    """(seconds, tokens by prompt, drafts of all) of answering the prompts, so many at a time."""
+    """Answers the prompts, so many at a time: (tokens/s of the ticks that only decode, tokens by
+    prompt, drafts of all)."""
     from k3serve.settings import NANO
     from k3serve.text.tokenizer import Tokenizer
     from k3serve.types import Request, Sampling
@@ -77,24 +78,35 @@ def run(form: Form, prompts: list[tuple[int, ...]], streams: int, **sampling: An
     settings = Sampling(**({"max_tokens": MAX_TOKENS, "temperature": 0.0} | sampling),
                         stop_token_ids=ends, speculate=form.speculate)  # fmt: skip
     requests = [Request(i, p, settings) for i, p in enumerate(prompts)]
-    batches = [requests] if streams > 1 else [[r] for r in requests]
     tokens: dict[int, list[int]] = {r.id: [] for r in requests}
-    drafts = []
-    started = time.perf_counter()
-    for batch in batches:
-        for event in form.loop.run(batch):
-            tokens[event.request_id] += event.tokens
-            if event.drafts is not None:
-                drafts.append(event.drafts)
-    return time.perf_counter() - started, tokens, drafts
+    drafts, seconds, decoded = [], 0.0, 0
+    for start in range(0, len(requests), streams):
+        for tick_s, in_pages, events in ticks(form.loop, requests[start : start + streams]):
+            for event in events:
+                tokens[event.request_id] += event.tokens
+                drafts += [event.drafts] if event.drafts is not None else []
+            if not in_pages:
+                seconds += tick_s
+                decoded += sum(len(event.tokens) for event in events)
+    return decoded / seconds, tokens, drafts
 
 
-def decoding(form: Form, prompts: list[tuple[int, ...]], streams: int) -> tuple[float, Any, Any]:
-    """(tokens/s of decoding, tokens by prompt, drafts)."""
-    first_s, _, _ = run(form, prompts, streams, max_tokens=1)
-    all_s, tokens, drafts = run(form, prompts, streams)
-    decoded = sum(len(t) - 1 for t in tokens.values())
-    return decoded / (all_s - first_s), tokens, drafts
+def ticks(loop: Any, requests: list[Any]) -> Iterator[tuple[float, bool, list[Any]]]:
+    """(seconds, whether pages ran, events) of each tick, one after the other."""
+    from k3serve.lockstep.plan import pack, unpack_result
+    from k3serve.scheduler.scheduler import Scheduler
+
+    device = loop._device
+    scheduler = Scheduler(device.shape, len(requests))
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.idle:
+        started = time.perf_counter()
+        plan = scheduler.plan(loop.tick)
+        loop.tick += 1
+        vector = device.read(device.dispatch(pack(plan, device.shape)))
+        events = scheduler.commit(plan, unpack_result(vector, device.shape))
+        yield time.perf_counter() - started, bool(plan.pages), events
 
 
 def totals(drafts: list[Any]) -> dict[str, Any]:
@@ -232,7 +244,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for streams in STREAMS:
             answers = {}
             for form in forms:
-                speed, answers[form.name], found = decoding(form, prompts, streams)
+                speed, answers[form.name], found = run(form, prompts, streams)
                 speeds[str(streams)][form.name].append(speed)
                 drafts = found if form.speculate and streams == 1 else drafts
             assert answers["drafts"] == answers["none, same program"]

@@ -2,7 +2,8 @@
 
 Rule: shapes never depend on the routing. (token, choice) pairs are laid out expert by expert in
 blocks of B rows; a loop visits the blocks in use. A row's bits depend on that row alone: a block's
-other rows do not enter its products, and its k results are added in the router's order.
+other rows do not enter its products, and its k results are added in the router's order. Where there
+are few experts, all of them are computed for all rows: a loop costs more than that.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from jax import Array, lax
 from k3serve.config import TargetConfig
 from k3serve.model.collectives import rank_index, split_sum
 from k3serve.model.mxfp4 import dequantise
-from k3serve.model.ops import F32, HIGHEST, dot, dot_f32, gated, rms_norm
+from k3serve.model.ops import F32, HIGHEST, dot, dot_f32, einsum_f32, gated, rms_norm
 from k3serve.model.weights import ExpertWeights, MlpWeights, MoeWeights
+
+ALL_EXPERTS = 8  # with so many or fewer, each row goes through all of them
 
 
 def mlp_partial(config: TargetConfig, w: MlpWeights, x: Array) -> Array:
@@ -68,6 +71,8 @@ def run_experts(
     """Each chosen expert's output. x [N, in], chosen [N, k] -> [N, k, in]; zeros for experts of
     other ranks.
     """
+    if w.gate_up is not None and config.num_experts <= ALL_EXPERTS:
+        return run_all_experts(config, w, x, chosen)
     tokens, choices = chosen.shape
     stored = w.gate_up if w.gate_up is not None else w.gate_up_codes
     experts = stored.shape[0]
@@ -98,6 +103,18 @@ def run_experts(
     done = lax.fori_loop(0, ends[-1], visit, jnp.zeros_like(rows))
     flat = jnp.concatenate([done.reshape(blocks * size, -1), jnp.zeros((1, x.shape[1]), x.dtype)])
     return flat[place].reshape(tokens, choices, -1)
+
+
+def run_all_experts(config: TargetConfig, w: ExpertWeights, x: Array, chosen: Array) -> Array:
+    """run_experts by two products over all of this rank's experts."""
+    experts, tokens = w.gate_up.shape[0], x.shape[0]
+    rows = jnp.broadcast_to(x, (experts, *x.shape))
+    inner = einsum_f32("eni,eicw->encw", rows, w.gate_up).astype(x.dtype)
+    y = einsum_f32("enw,ewi->eni", gated(config, inner), w.down).astype(x.dtype)
+    local = chosen - rank_index() * experts
+    mine = (local >= 0) & (local < experts)
+    picked = y[jnp.clip(local, 0, experts - 1), jnp.arange(tokens)[:, None]]
+    return jnp.where(mine[..., None], picked, 0)
 
 
 def one_expert(config: TargetConfig, w: ExpertWeights, x: Array, expert: Array) -> Array:
