@@ -175,20 +175,20 @@ class Answer:
         started = time.monotonic()
         with contextlib.closing(stream(settings, settings.body(messages))) as chunks:
             for chunk in chunks:
-                self.usage = chunk.get("usage") or self.usage
-                for choice in chunk.get("choices") or []:
-                    self.finish = choice.get("finish_reason") or self.finish
-                    self._take(choice.get("delta") or {}, screen)
+                self.usage = _object(chunk.get("usage")) or self.usage
+                for choice in _objects(chunk.get("choices")):
+                    self.finish = _text(choice.get("finish_reason")) or self.finish
+                    self._take(_object(choice.get("delta")), screen)
                     if (self.content or self.reasoning) and not self.first_s:
                         self.first_s = time.monotonic() - started
         self.total_s = time.monotonic() - started
         screen.end()
 
     def _take(self, delta: dict[str, Any], screen: Screen) -> None:
-        if thought := delta.get("reasoning_content"):
+        if thought := _text(delta.get("reasoning_content")):
             self.reasoning.append(thought)
             screen.thought(thought)
-        if said := delta.get("content"):
+        if said := _text(delta.get("content")):
             self.content.append(said)
             screen.said(said)
 
@@ -200,7 +200,8 @@ class Answer:
         return made
 
     def statistics(self) -> str:
-        tokens = self.usage.get("completion_tokens", 0)
+        tokens = self.usage.get("completion_tokens")
+        tokens = tokens if isinstance(tokens, int) else 0
         parts = [
             f"{tokens} tokens",
             f"{tokens / max(self.total_s, 1e-9):,.0f} tokens/s",
@@ -208,8 +209,10 @@ class Answer:
         ]
         if self.finish != "stop":
             parts.append(f"ended by {self.finish or 'the server'}")
-        if spec := self.usage.get("speculation"):
-            parts.append(drafting(spec))
+        if spec := _object(self.usage.get("speculation")):
+            # another server's may have other fields
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                parts.append(drafting(spec))
         return f"[{', '.join(parts)}]"
 
 
@@ -263,7 +266,7 @@ class Screen:
     def note(self, text: str) -> None:
         self._out.flush()
         before, after = ("\x1b[2m", "\x1b[0m") if self._dim_err else ("", "")
-        print(f"{before}{text}{after}", file=self._err, flush=True)
+        print(f"{before}{_CONTROL.sub('�', text)}{after}", file=self._err, flush=True)
 
     def error(self, text: str) -> None:
         self.end()
@@ -291,8 +294,8 @@ class Screen:
 def server_model(settings: ChatSettings) -> str:
     """The first model served there; also tells early when nobody answers."""
     with request(settings, "GET", "/v1/models", None) as response:
-        listed = parsed(response.read(), settings).get("data") or [{}]
-        return str(listed[0].get("id", "a model"))
+        listed = _objects(parsed(response.read(), settings).get("data")) or [{}]
+        return _text(listed[0].get("id")) or "a model"
 
 
 def stream(settings: ChatSettings, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -319,12 +322,14 @@ def request(
     connection, base = connect(settings.url)
     headers = {"Content-Type": "application/json", "User-Agent": "k3serve-chat"}
     if settings.api_key:
+        if not settings.api_key.isprintable() or max(settings.api_key) > "\xff":
+            raise ChatError("the API key must be printable, and Latin-1, as HTTP headers are")
         headers["Authorization"] = f"Bearer {settings.api_key}"
     data = None if body is None else json.dumps(body).encode()
     try:
         try:
             connection.connect()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name that DNS cannot have
             raise ChatError(f"no server at {settings.url} ({error}); {START_HINT}") from error
         if isinstance(connection.sock, socket.socket):
             connection.sock.settimeout(None)  # a full server answers when it has a free slot
@@ -347,19 +352,20 @@ def connect(url: str) -> tuple[http.client.HTTPConnection, str]:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not host or not parts.path.isascii():
             raise ValueError
-    except ValueError:
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(host, port, timeout=CONNECT_TIMEOUT_S)
+    except (ValueError, http.client.InvalidURL):
         raise ChatError(f"--url {url}: must look like http://127.0.0.1:8000") from None
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    base = parts.path.rstrip("/").removesuffix("/v1")
-    return kind(host, port, timeout=CONNECT_TIMEOUT_S), base
+    return connection, parts.path.rstrip("/").removesuffix("/v1")
 
 
 def refusal(response: http.client.HTTPResponse, settings: ChatSettings) -> ChatError:
     try:
         said = message_of(json.loads(response.read(65536)), "")
-    except ValueError:
+    except (ValueError, RecursionError):
         said = ""
     hint = {
         401: "; give the key with --api-key or in K3SERVE_API_KEYS",
@@ -370,14 +376,29 @@ def refusal(response: http.client.HTTPResponse, settings: ChatSettings) -> ChatE
 
 def message_of(body: Any, otherwise: str) -> str:
     error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message", otherwise)) if isinstance(error, dict) else otherwise
+    return str(error.get("message") or otherwise) if isinstance(error, dict) else otherwise
 
 
 def parsed(data: bytes, settings: ChatSettings) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ChatError(f"{settings.url} did not answer in JSON; is it a k3serve server?")
     return value
+
+
+# What a server sends may have any shape: what does not fit counts as absent.
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

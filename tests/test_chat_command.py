@@ -240,7 +240,9 @@ def test_no_server(chat: Chat) -> None:
             assert f"no server at {url}" in err and "python -m k3serve" in err
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "http://[::1"])
+@pytest.mark.parametrize("url", [
+    "ftp://x", "http://", "http://x:99999", "http://[::1", "http://a b", "http://h/ü",
+])  # fmt: skip
 def test_odd_urls(chat: Chat, url: str) -> None:
     status, _, err = chat("--url", url, "hi")
     assert status == 1 and "must look like http://127.0.0.1:8000" in err
@@ -275,24 +277,82 @@ def test_failure_in_mid_answer(served: Served, chat: Chat) -> None:
     assert (status, out) == (1, "Once\n") and "host 2 died" in err
 
 
-def test_a_stream_that_breaks_off(chat: Chat) -> None:
-    head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-    chunk = {"choices": [{"delta": {"content": "Once"}, "finish_reason": None}]}
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".invalid"])
+def test_names_that_no_host_can_have(chat: Chat, host: str) -> None:
+    status, _, err = chat("--url", f"http://{host}", "hi")
+    assert status == 1 and f"no server at http://{host}" in err
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "ключ"])
+def test_keys_that_no_header_can_hold(served: Served, chat: Chat, key: str) -> None:
+    status, _, err = chat("--api-key", key, "hi")
+    assert status == 1 and "the API key must be" in err
+
+
+def answered_with(chat: Chat, body: bytes, *flags: str, typed: str = "") -> tuple[int, str, str]:
+    """The command against a server that gives each of its requests this answer and hangs up."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             peer, _ = listener.accept()
             with peer, peer.makefile("rb") as reader:
                 lines = iter(reader.readline, b"\r\n")  # an unread rest would reset the connection
-                (size,) = [int(v) for n, _, v in (x.partition(b":") for x in lines) if b"-Le" in n]
-                reader.read(size)
-                peer.sendall(f"{head}data: {json.dumps(chunk)}\n\n".encode())
+                sizes = [int(v) for n, _, v in (x.partition(b":") for x in lines) if b"-Le" in n]
+                reader.read(sum(sizes))
+                peer.sendall(head + body)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        status, out, err = chat("--url", f"http://127.0.0.1:{listener.getsockname()[1]}", "hi")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        result = chat("--url", url, *flags, typed=typed)
         thread.join(10)
+    return result
+
+
+def test_a_stream_that_breaks_off(chat: Chat) -> None:
+    chunk = {"choices": [{"delta": {"content": "Once"}, "finish_reason": None}]}
+    status, out, err = answered_with(chat, f"data: {json.dumps(chunk)}\n\n".encode(), "hi")
     assert (status, out) == (1, "Once\n") and "broke its answer off" in err
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": "abc"},
+        {"choices": 3},
+        {"choices": [1, {"delta": "x"}]},
+        {"choices": [{"delta": {"content": 5, "reasoning_content": ["a"]}}]},
+        {"usage": "x"},
+        {"usage": {"completion_tokens": None}},
+        {"usage": {"speculation": "x"}},
+        {"usage": {"speculation": {"drafted": 3, "tokens": 2}}},
+        {"usage": {"speculation": {"drafted": 3, "acceptance_length": "1", "steps": 1,
+                                   "drafted_per_position": [1, 2], "accepted_per_position": [1]}}},
+    ],
+)  # fmt: skip
+def test_a_chunk_of_another_shape(chat: Chat, chunk: dict[str, Any]) -> None:
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+    status, out, err = answered_with(chat, body, "hi")
+    assert (status, out) == (0, "") and "[0 tokens" in err
+
+
+def test_json_too_deep_to_read(chat: Chat) -> None:
+    status, _, err = answered_with(chat, b"data: " + b"[" * 100_000 + b"\n\n", "hi")
+    assert status == 1 and "did not answer in JSON" in err
+
+
+@pytest.mark.parametrize("models", [b'"abc"', b"3", b"[1]", b'{"a": 1}', b'[{"id": 7}]'])
+def test_a_list_of_models_of_another_shape(chat: Chat, models: bytes) -> None:
+    status, _, err = answered_with(chat, b'{"data": ' + models + b"}", typed="/quit\n")
+    assert (status, err) == (0, "")
+
+
+def test_statistics_hold_nothing_that_a_terminal_would_obey(chat: Chat) -> None:
+    chunk = {"choices": [{"delta": {}, "finish_reason": "\x1b[2J"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+    status, _, err = answered_with(chat, body, "hi")
+    assert status == 0 and "\x1b" not in err and "ended by �[2J" in err
 
 
 def test_a_key_from_the_flag_or_the_environment(
