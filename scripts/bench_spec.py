@@ -50,17 +50,16 @@ def build(**changes: Any) -> Any:
 
 
 def chats(count: int) -> list[tuple[int, ...]]:
-    """Held-out prompts, in turn from every skill that writes more than a few words."""
+    """Held-out prompts, from every skill and thinking mode in turn."""
     from k3serve.settings import NANO
     from scripts.train_nano import evaluate, xtml
     from scripts.train_nano.tokenizer import Tokenizer
 
     tokens = Tokenizer(NANO / "tiktoken.model")
     cases = evaluate.build_cases(max(1, count // 40), ("off", "max"))
-    step = max(1, len(cases) // count)
-    chosen = cases[::step][:count]
     return [
-        tuple(tokens.encode_fragments(xtml.render(case, prompt_only=True))[0]) for case in chosen
+        tuple(tokens.encode_fragments(xtml.render(case, prompt_only=True))[0])
+        for case in evaluate.spread(cases, count)
     ]
 
 

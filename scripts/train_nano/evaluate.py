@@ -179,6 +179,26 @@ def build_cases(
     ]
 
 
+def spread(cases: Sequence[Sample], count: int) -> list[Sample]:
+    """So many of the cases: one of every skill before a second of any, thinking modes in turn."""
+    skills, modes = (list(dict.fromkeys(names)) for names in zip(*map(_kind, cases), strict=True))
+    if count < len(skills):
+        skills = [skills[i * len(skills) // count] for i in range(count)]
+    place = {skill: i for i, skill in enumerate(skills)}
+    seen: collections.Counter[tuple[str, Thinking]] = collections.Counter()
+    turns = []
+    for number, case in enumerate(cases):
+        if case.skill in place:
+            first = (modes.index(case.thinking) + place[case.skill]) % len(modes)
+            turns.append((len(modes) * seen[_kind(case)] + first, place[case.skill], number))
+            seen[_kind(case)] += 1
+    return [cases[number] for *_, number in sorted(turns)[:count]]
+
+
+def _kind(case: Sample) -> tuple[str, Thinking]:
+    return case.skill, case.thinking
+
+
 def score(cases: Sequence[Sample], replies: Sequence[xtml.Reply]) -> dict[str, Any]:
     """Counts of right answers and of cases: per skill and mode, per group, and for all."""
     tables: dict[str, dict[str, list[bool]]] = {

@@ -66,6 +66,31 @@ def test_pc_41_logprobs_are_the_same_with_and_without_drafts(nano: Server) -> No
         assert row["token"] == row["top_logprobs"][0]["token"]
 
 
+def test_choices_are_the_same_with_and_without_drafts(nano: Server) -> None:
+    body = STORY | {"temperature": 1, "seed": 3, "n": 3, "logprobs": True, "top_logprobs": 2}
+    with_drafts, without = nano.post(CHAT, body), nano.post(CHAT, body | {"speculate": False})
+    assert said(with_drafts) == said(without)
+    assert len({choice["message"]["content"] for choice in said(with_drafts)}) == 3
+    assert with_drafts["usage"]["speculation"]["accepted"] > 0
+
+
+def test_pc_36_stop_strings_cut_where_they_do_without_drafts(nano: Server) -> None:
+    """Every word of a story as the stop string; the device is ahead by a block, or by several."""
+    body = STORY | {"temperature": 0, "logprobs": True, "return_token_ids": True}
+    whole = said(nano.post(CHAT, body | {"speculate": False}))[0]["message"]["content"]
+    words = whole.split()[1:12]
+    assert len(words) > 8
+    for more in [{"stop": word} for word in words] + [{"stop": words[2], "min_tokens": 30}]:
+        answers = [nano.post(CHAT, body | more | {"speculate": on}) for on in (True, False)]
+        assert said(answers[0]) == said(answers[1])
+        counted = [answer["usage"]["completion_tokens"] for answer in answers]
+        assert counted[0] == counted[1] == len(said(answers[0])[0]["token_ids"])
+        if "min_tokens" not in more:
+            assert said(answers[0])[0]["message"]["content"] == whole[: whole.index(more["stop"])]
+        found = answers[0]["usage"].get("speculation")
+        assert found is None or found["accepted"] <= counted[0]
+
+
 @pytest.mark.parametrize("settings", [
     {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.5},
 ])  # fmt: skip
@@ -142,3 +167,9 @@ def test_the_check_itself_sees_a_difference(
     monkeypatch.setattr(check_drafts, "ask", biased)
     assert check_drafts.main() == 1
     assert " 8 differences" in capsys.readouterr().out
+
+    def without(client: Any, requests: list[dict[str, Any]], streams: int) -> Any:
+        return original(client, [r | {"speculate": False} for r in requests], streams)
+
+    monkeypatch.setattr(check_drafts, "ask", without)  # a server that never drafts proves nothing
+    assert check_drafts.main() == 1

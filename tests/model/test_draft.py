@@ -210,6 +210,27 @@ def test_the_whole_window_survives_a_step(draft):
     assert int(np.asarray(ring.positions).max()) == 100  # the eight rejected rows left nothing
 
 
+def test_accepted_rows_leave_the_bits_of_single_steps(draft):
+    """For every accepted count, also across the ring's end: the whole ring of a step of nine rows
+    is that of steps of one row in the same program."""
+    m, p, slot = draft(), 77, 5
+    ring = m.fill(m.ring(), slot, FEATS[:p])
+    slots = np.arange(SLOTS, dtype=np.int32)
+
+    def step(ring, start, count):
+        rows = np.full((SLOTS, ROWS, FEATS.shape[1]), 7.0, np.float32)
+        rows[slot] = FEATS[start : start + ROWS]
+        where = np.where(slots == slot, start, 50)
+        return m.rows(ring, slots, rows, ints(where), ints(np.where(slots == slot, count, 0)))
+
+    single = ring
+    for n in range(1, ROWS + 1):
+        single, together = step(single, p + n - 1, 1), step(ring, p, n)
+        for a, b in zip(*map(jax.tree.leaves, (single, together)), strict=True):
+            assert bits(a) == bits(b), n
+    assert p % ring.positions.shape[1] + ROWS > ring.positions.shape[1]
+
+
 def test_positions_from_the_anchor_on_are_not_seen(draft):
     """A ring that was filled three rows further drafts for the earlier anchor as if it were not."""
     m, p = draft(), 77

@@ -1,5 +1,6 @@
 """The curriculum: repeatable, split without overlap, rendered like K3, graded correctly."""
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -47,6 +48,20 @@ def test_cases_are_different_and_the_same_every_time() -> None:
     assert cases == sampling.held_out_samples(1, "add", "off", 12)
     assert len({case.prompt for case in cases}) == 12
     assert all(is_held_out(case) for case in cases)
+
+
+@pytest.mark.parametrize("count", [27, 40, 60, 96, 300])
+def test_a_few_cases_are_of_all_skills_and_modes(count: int) -> None:
+    """What checks and benchmarks ask: none of the skills at the end of the list is left out."""
+    cases = evaluate.build_cases(3, ("off", "max"))
+    chosen = evaluate.spread(cases, count)
+    assert len(chosen) == count == len({id(case) for case in chosen})
+    skills = collections.Counter(case.skill for case in chosen)
+    everything = len({case.skill for case in cases})
+    assert len(skills) == min(count, everything)
+    assert count > everything or set(skills.values()) == {1}
+    modes = collections.Counter(case.thinking for case in chosen)
+    assert abs(modes["off"] - modes["max"]) <= 2
 
 
 @pytest.mark.parametrize("name", sampling.skill_names())
