@@ -308,8 +308,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--prompts", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=96, metavar="N", help="[96]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[3]")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="write a chart there (SVG)")
     options = parser.parse_args()

@@ -4,7 +4,8 @@
     python scripts/check_drafts.py --hosts 1 2 4        # starts the servers itself, in turn
 
 Rule: text, reasoning, token bytes and every log-probability must be equal bit for bit, on one
-server (so: per number of hosts); exits with status 1 and shows the first differences otherwise.
+server (so: per number of hosts); exits with status 1 and shows the first differences otherwise,
+and also where the server did not draft.
 """
 
 from __future__ import annotations
@@ -115,20 +116,28 @@ def with_hosts(hosts: int, count: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--base-url", help="a running server")
-    parser.add_argument("--hosts", type=int, nargs="*", default=[1], help="servers to start")
-    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1], metavar="N",
+                        help="else: start servers of so many hosts, in turn [1]")  # fmt: skip
+    parser.add_argument("--prompts", type=int, default=300, metavar="N", help="[300]")
     options = parser.parse_args()
     bad = 0
     for hosts in [0] if options.base_url else options.hosts:
         if options.base_url:
-            result = check(options.base_url, options.prompts)
+            try:
+                result = check(options.base_url, options.prompts)
+            except OSError as error:
+                parser.exit(2, f"no answer from {options.base_url} ({error})\n")
         else:
             result = with_hosts(hosts, options.prompts)
         bad += len(result["different"])
         where = options.base_url or f"{hosts} host(s)"
-        print(f"{where}: {result['chats']} chats, {result['tokens']} tokens, acceptance length "
-              f"{result['acceptance_length']}, {len(result['different'])} differences")  # fmt: skip
+        length = result["acceptance_length"]
+        drafts = "no drafts, so nothing was checked" if length is None else (
+            f"acceptance length {length:.2f}")  # fmt: skip
+        bad += length is None
+        print(f"{where}: {result['chats']} chats, {result['tokens']} tokens, {drafts}, "
+              f"{len(result['different'])} differences")  # fmt: skip
         for text in result["different"][:5]:
             print(" ", text)
     return 1 if bad else 0
