@@ -169,7 +169,7 @@ def _check_switches(top: Section, layers: Section, config: DraftConfig) -> None:
     layers.one_of("attention_bias", (False,), default=False)
     layers.one_of("attention_dropout", (0, 0.0), default=0.0)
     kinds = layers.get("layer_types")
-    if kinds != ["sliding_attention"] * config.num_layers:
+    if len(kinds) != config.num_layers or set(kinds) != {"sliding_attention"}:
         raise ConfigError(
             f"{layers.prefix}layer_types={kinds!r} is not supported: full attention layers belong "
             f"to the RadixArk layout; supported: {config.num_layers} times 'sliding_attention', in "

@@ -23,6 +23,7 @@ ACCEPTANCE = ("coupled", "block", "token", "onehot")
 NO_DRAFT = "none"
 DEFAULT_ROWS = 8
 CPU_TILE = 2  # a CPU computes what it is given; a pod streams its weights once for all slots
+ROWS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,11 @@ class ServeConfig:
             ("pages_per_tick", 1, 1024),
             ("steps_per_tick", 1, 1024),
             ("max_queue", 1, 1_000_000),
-            ("rows", 1, 64),
             ("markov_top", 1, 1 << 24),
-            ("tile_slots", 1, self.max_slots),
         ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low, high)
-        if self.tile_slots is not None and self.max_slots % self.tile_slots:
-            raise ConfigError(
-                f"--tile-slots {self.tile_slots}: must divide --max-slots {self.max_slots}"
-            )
+        self._check_rows()
         if self.page_tokens % 16:
             raise ConfigError(f"--page-tokens {self.page_tokens}: must be a multiple of 16")
         if self.context is not None:
@@ -105,6 +101,26 @@ class ServeConfig:
         if not self.draft.strip():
             raise ConfigError("--draft is empty: name a draft's folder, or say auto or none")
         self._check_hosts()
+
+    def _check_rows(self) -> None:
+        if self.rows is not None and self.rows not in ROWS:
+            raise ConfigError(
+                f"--rows {self.rows}: use 1, 2, 4 or 8; of others not all round alike"
+            )
+        if self.tile_slots is not None and self.tile_slots not in self._tiles():
+            raise ConfigError(
+                f"--tile-slots {self.tile_slots}: must divide --max-slots {self.max_slots} and be "
+                f"1, 2, 4 or a multiple of 8; use one of {', '.join(map(str, self._tiles()))}"
+            )
+        if self.draft not in ("auto", NO_DRAFT) and self.rows == 1:
+            raise ConfigError(f"--draft {self.draft}: --rows 1 leaves no room for drafts")
+
+    def _tiles(self) -> tuple[int, ...]:
+        """How many slots a tile may have. Vector code treats what is left over after whole vectors
+        otherwise, so in tiles of other sizes a slot's last bits would depend on its place.
+        """
+        sizes = (1, 2, 4, *range(8, self.max_slots + 1, 8))
+        return tuple(size for size in sizes if self.max_slots % size == 0)
 
     def _check_hosts(self) -> None:
         others = (self.num_hosts, self.coordinator, self.host_id)
@@ -137,7 +153,8 @@ class ServeConfig:
 
     def common(self) -> dict[str, str]:
         """Flags that must be equal on all hosts, with their values."""
-        return {_flag(name): str(getattr(self, name)) for name in COMMON}
+        values = {_flag(name): getattr(self, name) for name in COMMON}
+        return {flag: "its default" if v is None else str(v) for flag, v in values.items()}
 
     def draft_dir(self) -> Path | None:
         """The draft's folder, or None for a run without drafts. Raises ConfigError."""
@@ -158,18 +175,19 @@ class ServeConfig:
         """R; draft_block: how many drafts the draft model makes at most, None without one."""
         if draft_block is None:
             return self.rows or (DEFAULT_ROWS if self.draft == NO_DRAFT else 1)
-        most = draft_block + 1
-        if self.rows is not None and self.rows > most:
+        fitting = [rows for rows in ROWS if rows <= draft_block + 1]
+        if self.rows is not None and self.rows not in fitting:
             raise ConfigError(
                 f"--rows {self.rows}: the draft guesses {draft_block} tokens at a time, which with "
-                f"the anchor makes {most} rows; use at most that"
+                f"the anchor makes {draft_block + 1} rows; use at most {fitting[-1]}"
             )
-        return self.rows or min(DEFAULT_ROWS, most)
+        return self.rows or fitting[-1]
 
     def _tile(self, rows: int, on_cpu: bool) -> int:
         if self.tile_slots is not None:
             return self.tile_slots
-        return CPU_TILE if on_cpu and rows > 1 and self.max_slots % CPU_TILE == 0 else 0
+        most = CPU_TILE if on_cpu and rows > 1 else self.max_slots
+        return max(size for size in self._tiles() if size <= most)
 
     def tick_shape(
         self, model_context: int, draft_block: int | None = None, on_cpu: bool = True

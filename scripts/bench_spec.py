@@ -4,8 +4,8 @@ server built for one row; acceptance by position, rows verified, and the cost of
     python scripts/bench_spec.py [--prompts 96] [--rounds 3] [--json FILE] [--plot docs/spec.svg]
 
 The work is answering held-out chats of K3-nano's curriculum, one at a time and eight at a time, by
-the scheduler and the tick program without HTTP. Decoding is timed: the ticks that compute no page of
-a prompt, from plan to result. Each round measures every form, one after the other in this process;
+the scheduler and the tick program without HTTP. Decoding is timed: the ticks without a page of a
+prompt, from plan to result. Each round measures every form, one after the other in this process;
 medians of the rounds are compared. Run it when nothing else runs.
 Rule: all forms answer the same prompts and must give the same tokens, which is checked.
 """
@@ -319,8 +319,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--prompts", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=96, metavar="N", help="[96]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[3]")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="write a chart there (SVG)")
     options = parser.parse_args()

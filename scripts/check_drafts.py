@@ -95,7 +95,7 @@ def check(base_url: str, count: int, sampled: bool = False) -> dict[str, Any]:
         "different": different,
         "tokens": sum(a["usage"]["completion_tokens"] for a in expected),
         "accepted": accepted,
-        "acceptance_length": 1 + accepted / steps if steps else None,
+        "acceptance_length": 1 + accepted / steps if accepted else None,
     }
 
 
@@ -117,20 +117,29 @@ def with_hosts(hosts: int, count: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--base-url", help="a running server")
-    parser.add_argument("--hosts", type=int, nargs="*", default=[1], help="servers to start")
-    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1], metavar="N",
+                        help="else: start servers of so many hosts, in turn [1]")  # fmt: skip
+    parser.add_argument("--prompts", type=int, default=300, metavar="N", help="[300]")
     options = parser.parse_args()
     bad = 0
     for hosts in [0] if options.base_url else options.hosts:
         if options.base_url:
-            result = check(options.base_url, options.prompts)
+            try:
+                result = check(options.base_url, options.prompts)
+            except OSError as error:
+                parser.exit(2, f"no answer from {options.base_url} ({error})\n")
         else:
             result = with_hosts(hosts, options.prompts)
-        bad += len(result["different"]) + (not result["accepted"])
+        bad += len(result["different"])
         where = options.base_url or f"{hosts} host(s)"
-        print(f"{where}: {result['chats']} chats, {result['tokens']} tokens, acceptance length "
-              f"{result['acceptance_length']}, {len(result['different'])} differences")  # fmt: skip
+        length = result["acceptance_length"]
+        drafts = (
+            f"acceptance length {length:.2f}" if length else "no drafts, so nothing was checked"
+        )
+        bad += length is None
+        print(f"{where}: {result['chats']} chats, {result['tokens']} tokens, {drafts}, "
+              f"{len(result['different'])} differences")  # fmt: skip
         for text in result["different"][:5]:
             print(" ", text)
     return 1 if bad else 0

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3serve.runtime.engine import Engine
 from k3serve.runtime.row_policy import next_level, offers, start_level
 
 M = 7
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiles(engine: Engine) -> Iterator[None]:
-    """These tests call the functions outside the engine's program, where each operation compiles:
-    that is not the engine's doing, nor the next test's."""
-    yield
-    engine.compilations.take()
 
 
 def run(outcomes: list[int]) -> list[int]:

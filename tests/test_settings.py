@@ -120,3 +120,38 @@ def test_a_python_without_the_packages_is_told_what_to_do() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and "sh launch/local.sh" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rows", [0, 3, 7, 9, -8])
+def test_rows_that_vectors_split_unevenly_are_refused(rows: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--rows {rows}: use 1, 2, 4 or 8"):
+        ServeConfig(rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "on_cpu", "tile"),
+    [(8, 8, True, 2), (8, 8, False, 8), (3, 8, True, 1), (12, 1, True, 4), (12, 8, False, 4),
+     (24, 1, True, 24), (8, 1, True, 8), (1, 8, True, 1), (7, 1, False, 1)],
+)  # fmt: skip
+def test_tiles_are_whole_vectors_or_small_powers_of_two(
+    slots: int, rows: int, on_cpu: bool, tile: int
+) -> None:
+    """Seven rows of two slots gave a slot other last bits beside another one."""
+    config = ServeConfig(max_slots=slots, rows=rows)
+    assert config.tick_shape(2048, 8 if rows > 1 else None, on_cpu).tile == tile
+
+
+@pytest.mark.parametrize(("slots", "tile"), [(8, 3), (12, 6), (8, 16), (3, 2), (8, 0)])
+def test_other_tiles_are_refused(slots: int, tile: int) -> None:
+    with pytest.raises(ConfigError, match=f"--tile-slots {tile}: must divide --max-slots {slots}"):
+        ServeConfig(max_slots=slots, tile_slots=tile)
+
+
+def test_a_draft_needs_rows() -> None:
+    with pytest.raises(ConfigError, match="--rows 1 leaves no room"):
+        ServeConfig(draft="some/where", rows=1)
+    with pytest.raises(ConfigError, match="use at most 4"):
+        ServeConfig(rows=8).tick_shape(2048, 5)
+    assert ServeConfig().tick_shape(2048, 5).rows == 4
+    assert ServeConfig().tick_shape(2048).rows == 1
+    assert ServeConfig(draft="none").tick_shape(2048).rows == 8

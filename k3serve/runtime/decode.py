@@ -11,6 +11,7 @@ or by rule "coupled", it has the very same bits. A slot's step depends on its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,16 +108,12 @@ class Decoder:
 
     def step(self, weights: ModelWeights, allowed: jax.Array, running: Running) -> Running:
         """One step of every slot that is active, tile by tile; idle tiles cost nothing."""
-        tiles = self.shape.max_slots // self.shape.tile
-        if tiles == 1:
-            return self._tile(weights, allowed, running, jnp.int32(0))
-        busy = jnp.any(running.table.active.reshape(tiles, -1), axis=1)
-        order = jnp.nonzero(busy, size=tiles)[0]
-
-        def one(i: jax.Array, running: Running) -> Running:
-            return self._tile(weights, allowed, running, order[i] * self.shape.tile)
-
-        return lax.fori_loop(0, jnp.sum(busy), one, running)
+        return over_tiles(
+            running.table.active,
+            self.shape.tile,
+            lambda running, first: self._tile(weights, allowed, running, first),
+            running,
+        )
 
     def _tile(
         self, weights: ModelWeights, allowed: jax.Array, running: Running, first: jax.Array
@@ -302,6 +299,19 @@ class Decoder:
         return running.replace(  # type: ignore[attr-defined]
             table=with_tile(running.table, table, first), emitted=emitted
         )
+
+
+def over_tiles(
+    busy: jax.Array,  # [S] bool
+    size: int,
+    work: Callable[[Running, jax.Array], Running],
+    running: Running,
+) -> Running:
+    """work(running, first slot) for each tile that has a busy slot, in order of slots."""
+    tiles = busy.shape[0] // size
+    any_busy = jnp.any(busy.reshape(tiles, size), axis=1)
+    order = jnp.nonzero(any_busy, size=tiles)[0] * size
+    return lax.fori_loop(0, jnp.sum(any_busy), lambda i, r: work(r, order[i]), running)
 
 
 def _below(place: jax.Array, count: jax.Array) -> jax.Array:

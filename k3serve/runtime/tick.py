@@ -28,8 +28,17 @@ from k3serve.model import draft as dspark
 from k3serve.model.collectives import RANK
 from k3serve.model.sampling import choose
 from k3serve.model.scoring import page_scores
+from k3serve.model.state import tile_of, with_tile
 from k3serve.model.target import Taps, head_logits, prefill_page
-from k3serve.runtime.decode import Decoder, Emitted, ModelWeights, Running, Speculation, emit
+from k3serve.runtime.decode import (
+    Decoder,
+    Emitted,
+    ModelWeights,
+    Running,
+    Speculation,
+    emit,
+    over_tiles,
+)
 from k3serve.runtime.table import SlotTable, apply_plan, masked_logits, note_prompt
 from k3serve.types import MAX_TOP_LOGPROBS, Finish, TickShape
 
@@ -117,16 +126,34 @@ class _Tick:
         finish = jnp.where(ended & ~first, int(Finish.LENGTH), emitted.finish)
         emitted = emitted.replace(finish=finish.astype(jnp.int32))  # type: ignore[attr-defined]
 
-        def sample_first() -> tuple[SlotTable, Emitted]:
-            logits = head_logits(self.config, weights.target, last_hidden)[:, None]
-            no_drafts = jnp.zeros((slots, 0), jnp.int32)
-            masked = masked_logits(table, logits, no_drafts, allowed)[:, 0]
-            tokens = choose(masked, table.rows, table.positions + 1)[:, None]
-            one = jnp.ones(slots, jnp.int32)
-            return emit(table, emitted, logits, tokens, first, one, 0)[:2]
+        running = running.replace(table=table, emitted=emitted)  # type: ignore[attr-defined]
+        return over_tiles(
+            first,
+            self.shape.tile,
+            lambda running, at: self._first(weights, allowed, running, last_hidden, first, at),
+            running,
+        )
 
-        table, emitted = lax.cond(jnp.any(first), sample_first, lambda: (table, emitted))
-        return running.replace(table=table, emitted=emitted)  # type: ignore[attr-defined]
+    def _first(
+        self,
+        weights: ModelWeights,
+        allowed: jax.Array,
+        running: Running,
+        last_hidden: jax.Array,  # [S, d]: of prompts that have ended
+        ended: jax.Array,  # [S] bool
+        at: jax.Array,
+    ) -> Running:
+        """The first token of the slots of one tile whose prompts have just ended."""
+        slots = self.shape.tile
+        table, hidden, ended = tile_of((running.table, last_hidden, ended), at, slots)
+        logits = head_logits(self.config, weights.target, hidden)[:, None]
+        masked = masked_logits(table, logits, jnp.zeros((slots, 0), jnp.int32), allowed)[:, 0]
+        tokens = choose(masked, table.rows, table.positions + 1)[:, None]
+        one = jnp.ones(slots, jnp.int32)
+        table, emitted, _ = emit(table, running.emitted, logits, tokens, ended, one, at)
+        return running.replace(  # type: ignore[attr-defined]
+            table=with_tile(running.table, table, at), emitted=emitted
+        )
 
     def _page(self, weights: ModelWeights, plan: jax.Array, i: jax.Array, carry: Any) -> Any:
         running, ended, last_hidden = carry

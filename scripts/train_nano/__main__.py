@@ -4,13 +4,14 @@
 
 Rule: it can be killed at any time; the same command with --resume goes on from the last checkpoint
 and ends with the same weights. `--steps 200,300,100,100 --draft-steps 60,60` makes a quick, poor
-model. With --stop-after or --export-only the target alone is written; `python -m
-scripts.train_nano.draft` makes a draft for one that is already there.
+model. With --stop-after or --export-only the target alone is written;
+`python -m scripts.train_nano.draft` makes a draft for one that is already there.
 """
 
 import argparse
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from scripts.train_nano.process import restart_fast
@@ -39,12 +40,36 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.train_nano", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_nano",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("k3serve/assets/nano"), help="where the model goes")
-    add("--work", type=Path, default=Path("build/train_nano"), help="checkpoints and caches")
-    add("--steps", type=_counts, help="steps of the four stages, e.g. 2500,4000,6000,12000")
-    add("--draft-steps", type=_counts, help="steps of the draft's two stages, e.g. 1500,2500")
+    add(
+        "--out",
+        type=Path,
+        default=Path("k3serve/assets/nano"),
+        help="where the model goes [%(default)s]",
+    )
+    add(
+        "--work",
+        type=Path,
+        default=Path("build/train_nano"),
+        help="checkpoints and caches [%(default)s]",
+    )
+    add(
+        "--steps",
+        type=_counts(4),
+        metavar="N,N,N,N",
+        help="of the four stages [2500,4000,5500,12000]",
+    )
+    add(
+        "--draft-steps",
+        type=_counts(2),
+        metavar="N,N",
+        help="of the draft's two stages [1500,2500]",
+    )
     add("--stop-after", type=int, help="stop the target at this step, to go on later with --resume")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--export-only", action="store_true", help="write the newest checkpoint, train nothing")
@@ -52,8 +77,14 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _counts(wanted: int) -> Callable[[str], tuple[int, ...]]:
+    def read(text: str) -> tuple[int, ...]:
+        parts = text.split(",")
+        if len(parts) != wanted or not all(part.strip().isdecimal() for part in parts):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {wanted} counts, with commas")
+        return tuple(map(int, parts))
+
+    return read
 
 
 if __name__ == "__main__":

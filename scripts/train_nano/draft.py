@@ -65,7 +65,9 @@ def main() -> None:
     from scripts.train_nano import evaluate
     from scripts.train_nano.draft_spec import DraftRecipe
 
-    recipe = DraftRecipe(seed=args.seed, answers=args.answers)
+    recipe = DraftRecipe(seed=args.seed)
+    if args.answers:
+        recipe = dataclasses.replace(recipe, answers=args.answers)
     if args.steps:
         corpus, answers = args.steps
         recipe = dataclasses.replace(recipe, corpus_steps=corpus, answer_steps=answers)
@@ -94,7 +96,7 @@ def _parse() -> argparse.Namespace:
     add("--out", type=Path, help="where the draft goes [TARGET/draft]")
     add("--work", type=Path, default=Path("build/train_nano"), help="checkpoints and answers")
     add("--steps", type=_pair, help="steps on the corpus, on answers, e.g. 1500,2500 (the default)")
-    add("--answers", type=int, default=18_432, help="answers that the target writes [18432]")
+    add("--answers", type=int, help="answers that the target writes [6144]")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--stop-after", type=int, dest="stop", help="stop at this step, to go on with --resume")
     add("--evaluate", type=int, default=4, metavar="N", help="then measure N held-out chats per "

@@ -15,12 +15,13 @@ import collections
 import dataclasses
 import json
 import random
+import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, get_args
 
 from scripts.train_nano import sampling, xtml
 from scripts.train_nano.samples import Call, Message, Sample, Thinking
@@ -101,8 +102,13 @@ class ServerBackend:
         data = json.dumps(request_body(case, self.model, temperature)).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, data, headers)
-        with urllib.request.urlopen(request, timeout=600) as response:
-            body = json.load(response)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                body = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{self.url}: {error}: {error.read().decode()}") from None
+        except urllib.error.URLError as error:
+            raise SystemExit(f"no server at {self.url} ({error.reason})") from None
         return Answer(read_choice(body["choices"][0]), Tally.of_usage(body["usage"]))
 
 
@@ -199,6 +205,10 @@ def _kind(case: Sample) -> tuple[str, Thinking]:
     return case.skill, case.thinking
 
 
+def _groups_of(case: Sample) -> tuple[str, str, str]:
+    return sampling.group_of(case.skill), f"ALL ({case.thinking})", "ALL"
+
+
 def score(cases: Sequence[Sample], replies: Sequence[xtml.Reply]) -> dict[str, Any]:
     """Counts of right answers and of cases: per skill and mode, per group, and for all."""
     tables: dict[str, dict[str, list[bool]]] = {
@@ -208,7 +218,7 @@ def score(cases: Sequence[Sample], replies: Sequence[xtml.Reply]) -> dict[str, A
     for case, reply in zip(cases, replies, strict=True):
         right = sampling.is_right(case, reply)
         tables["skills"][f"{case.skill} ({case.thinking})"].append(right)
-        for group in (sampling.group_of(case.skill), f"ALL ({case.thinking})", "ALL"):
+        for group in _groups_of(case):
             tables["groups"][group].append(right)
     return {
         name: {
@@ -228,7 +238,7 @@ def tabulate_drafts(cases: Sequence[Sample], answers: Sequence[Answer]) -> dict[
     for case, answer in zip(cases, answers, strict=True):
         if answer.tally:
             tables["skills"][case.skill].append(answer.tally)
-            for group in (sampling.group_of(case.skill), f"ALL ({case.thinking})", "ALL"):
+            for group in _groups_of(case):
                 tables["groups"][group].append(answer.tally)
     result: dict[str, Any] = {}
     for name, table in tables.items():
@@ -240,11 +250,16 @@ def tabulate_drafts(cases: Sequence[Sample], answers: Sequence[Answer]) -> dict[
     return result
 
 
+def _totals_last(rows: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The rows as they come, then those over all groups: by mode, then the sum."""
+    return sorted(rows.items(), key=lambda item: (item[0].startswith("ALL"), item[0] == "ALL"))
+
+
 def print_drafts(result: dict[str, Any], temperature: float) -> None:
     for title in ("skills", "groups"):
         print(f"\n{title}: tokens per target step at temperature {temperature:g}, and the share of")
         print("steps that accepted the draft at each position")
-        for key, row in result[title].items():
+        for key, row in _totals_last(result[title]):
             rates = " ".join(f"{rate:.2f}" for rate in row["rates"])
             print(f"  {key:28s} {row['length']:5.2f}  {row['steps']:6d} steps  {rates}")
 
@@ -252,7 +267,7 @@ def print_drafts(result: dict[str, Any], temperature: float) -> None:
 def print_table(result: dict[str, Any]) -> None:
     for title in ("skills", "groups"):
         print(f"\n{title}")
-        for key, row in result[title].items():
+        for key, row in _totals_last(result[title]):
             print(f"  {key:28s} {row['share']:.3f}  {row['right']:4d} of {row['cases']:4d}")
 
 
@@ -296,7 +311,7 @@ def evaluate(
 
 def main() -> None:
     args = _parse()
-    cases = build_cases(args.per_skill, args.thinking.split(","), args.groups)
+    cases = build_cases(args.per_skill, args.thinking, args.groups)
     if args.base_url:
         backend: Backend = ServerBackend(args.base_url, args.model, args.concurrency)
     else:
@@ -307,26 +322,46 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.train_nano.evaluate")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_nano.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
+    groups = list(dict.fromkeys(map(sampling.group_of, sampling.skill_names())))
     add("--base-url", help="a running server, e.g. http://127.0.0.1:8000")
-    add("--checkpoint", type=Path, default=Path("k3serve/assets/nano"), help="else: this folder")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=Path("k3serve/assets/nano"),
+        help="else: this folder [%(default)s]",
+    )
     add("--draft", type=Path, help="its draft [CHECKPOINT/draft, where there is one]")
     add("--drafts", type=int, default=7, help="drafts per step, for --checkpoint [7]")
     add("--model", help="model name in requests to the server [its default model]")
-    add("--per-skill", type=int, default=12, help="cases per skill and thinking mode")
-    add("--thinking", default="off,max", help="modes to test: off, on, low, high, max")
+    add("--per-skill", type=int, default=12, help="cases per skill and thinking mode [12]")
+    add("--thinking", type=_modes, default=("off", "max"), metavar="MODE,MODE",
+        help="modes to test: off, on, low, high, max [off,max]")  # fmt: skip
     add("--temperatures", type=_floats, default=(0.0,), metavar="0,1", help="0 grades the answers; "
         "all report acceptance [0]")  # fmt: skip
-    add("--concurrency", type=int, default=8, help="requests at a time to the server")
-    add("--groups", nargs="*", default=(), help="only these groups, e.g. chat memory facts")
-    add("--failures", type=int, default=0, help="print this many wrong answers")
+    add("--concurrency", type=int, default=8, help="requests at a time to the server [8]")
+    add("--groups", nargs="+", default=(), choices=groups, metavar="GROUP", help="only these: "
+        + ", ".join(groups))  # fmt: skip
+    add("--failures", type=int, default=0, help="print this many wrong answers [0]")
     add("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 
 def _floats(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
+
+
+def _modes(text: str) -> tuple[Thinking, ...]:
+    modes = tuple(part.strip() for part in text.split(","))
+    known = get_args(Thinking)
+    if unknown := [mode for mode in modes if mode not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: use {', '.join(known)}")
+    return cast(tuple[Thinking, ...], modes)
 
 
 if __name__ == "__main__":

@@ -173,3 +173,22 @@ def test_the_check_itself_sees_a_difference(
 
     monkeypatch.setattr(check_drafts, "ask", without)  # a server that never drafts proves nothing
     assert check_drafts.main() == 1
+
+
+def test_the_check_fails_where_nothing_was_drafted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = {"chats": 1, "different": [], "tokens": 5, "acceptance_length": None}
+    monkeypatch.setattr(check_drafts, "check", lambda url, count: nothing)
+    monkeypatch.setattr(sys, "argv", ["check_drafts.py", "--base-url", "http://127.0.0.1:1"])
+    assert check_drafts.main() == 1
+    assert "no drafts, so nothing was checked" in capsys.readouterr().out
+
+
+def test_the_check_says_that_no_server_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_drafts.py", "--base-url", "http://127.0.0.1:1"])
+    with pytest.raises(SystemExit):
+        check_drafts.main()
+    assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err

@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from scripts.train_nano import acceptance, draft_batches, draft_export, draft_model, evaluate, model
+from scripts.train_nano import __main__ as train_nano_main
+from scripts.train_nano import (
+    acceptance,
+    draft,
+    draft_batches,
+    draft_export,
+    draft_model,
+    evaluate,
+    model,
+)
 from scripts.train_nano.draft_answers import AnswerCache
 from scripts.train_nano.draft_batches import AnswerStream, make_batch, reachable
 from scripts.train_nano.draft_spec import MASK_ID, DraftRecipe, DraftSpec
 from scripts.train_nano.draft_trainer import DraftTrainer, Target, fold_scale
 from scripts.train_nano.optimizer import OptimizerSpec
+from scripts.train_nano.recipe import Recipe
 from scripts.train_nano.samples import is_held_out
 from scripts.train_nano.spec import END_OF_MSG_ID, N_RANKS, NAMED_SPECIALS, ModelSpec
 from scripts.train_nano.tally import Tally
@@ -324,3 +334,51 @@ def test_report_counts_drafts_per_skill_and_group(capsys: pytest.CaptureFixture[
     assert everything[0]["steps"] == 2 * len(cases) and result["groups"]["ALL"]["right"] == 0
     printed = capsys.readouterr().out
     assert "tokens per target step at temperature 1" in printed and cases[0].skill in printed
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "said"),
+    [
+        (train_nano_main, ["--steps", "1,2,3"], "give 4 counts"),
+        (train_nano_main, ["--draft-steps", "1,x"], "give 2 counts"),
+        (draft, ["--steps", "5"], "give two counts"),
+        (evaluate, ["--thinking", "medium"], "'medium': use off, on, low, high, max"),
+        (evaluate, ["--groups", "bogus"], "invalid choice: 'bogus'"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_at_once(
+    module: Any, flags: list[str], said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["command", *flags])
+    with pytest.raises(SystemExit):
+        module._parse()
+    assert said in capsys.readouterr().err
+
+
+def test_help_names_the_recipes_own_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, spec = DraftRecipe(), Recipe()
+    steps = f"[{recipe.corpus_steps},{recipe.answer_steps}]"
+    for module, numbers in (
+        (draft, [f"[{recipe.answers}]"]),
+        (train_nano_main, [steps, f"[{','.join(str(s.steps) for s in spec.stages)}]"]),
+    ):
+        monkeypatch.setattr("sys.argv", ["command", "--help"])
+        with pytest.raises(SystemExit):
+            module._parse()
+        shown = capsys.readouterr().out
+        assert all(number in shown for number in numbers)
+    monkeypatch.setattr("sys.argv", ["command"])
+    assert draft._parse().answers is None  # the recipe decides
+
+
+def test_totals_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"share": 1.0, "right": 1, "cases": 1}
+    table = {key: row for key in ("arith", "ALL (off)", "ALL", "ALL (max)", "chat")}
+    evaluate.print_table({"skills": {}, "groups": table})
+    shown = [
+        line.split("  ")[1] for line in capsys.readouterr().out.splitlines() if "1.000" in line
+    ]
+    assert shown == ["arith", "chat", "ALL (off)", "ALL (max)", "ALL"]
