@@ -162,6 +162,11 @@ class TargetConfig:
             text = Section(raw, "")
             text.get("model_type")
             return _target(text, "kimi_linear", None)
+        if "speculators_model_type" in raw:
+            raise ConfigError(
+                "this folder holds a draft, not a model: give it as --draft, and the model that it "
+                "belongs to as --checkpoint"
+            )
         raise ConfigError(
             f"model_type={model_type!r} is not supported; supported: 'kimi_k3', 'kimi_linear'"
         )

@@ -68,9 +68,11 @@ class DraftConfig:
     def confidence_size(self) -> int:
         return self.hidden_size + (self.markov_rank if self.confidence_with_markov else 0)
 
-    def ring_slots(self, rows: int) -> int:
-        """Positions that the ring keeps of a slot which decodes so many rows a step."""
-        return self.window + rows
+    def ring_slots(self, rows: int, context: int) -> int:
+        """Positions that the ring keeps of a slot which decodes so many rows a step and has at most
+        `context` tokens.
+        """
+        return min(self.window, context) + rows
 
     def stored_kv_heads(self, ranks: int) -> int:
         """KV heads that all ranks together hold. With more ranks than heads each rank has a copy of

@@ -54,13 +54,14 @@ def test_the_tiny_draft():
     assert (c.norm_eps, c.rope_theta) == (1e-5, 10000.0)
     assert (c.aux_layers, c.mask_token_id, c.markov_rank) == ((3, 5, 8), 637, 8)
     assert c.confidence and c.confidence_with_markov and c.confidence_size == 136
-    assert (c.feature_size, c.ring_slots(8)) == (384, 40)
+    assert (c.feature_size, c.ring_slots(8, 8192)) == (384, 40)
+    assert c.ring_slots(8, 16) == 24  # no context is longer than the context
     assert c == DraftConfig.from_dict(TINY, TARGET) and hash(c) is not None
 
 
 def test_the_published_draft():
     c = DraftConfig.from_dict(*published())
-    assert (c.feature_size, c.ring_slots(8), c.confidence_size) == (35840, 2056, 7424)
+    assert (c.feature_size, c.ring_slots(8, 8192), c.confidence_size) == (35840, 2056, 7424)
     assert [c.stored_kv_heads(n) for n in (1, 8, 16, 32)] == [16, 16, 16, 32]
 
 
@@ -188,3 +189,8 @@ def test_files_that_are_no_config(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold an object, not list"):
         DraftConfig.from_dir(tmp_path, TARGET)
+
+
+def test_a_draft_given_as_the_model_says_so():
+    with pytest.raises(ConfigError, match="holds a draft, not a model: give it as --draft"):
+        TargetConfig.from_dir(DATA / "k3_tiny_dspark")

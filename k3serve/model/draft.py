@@ -49,11 +49,14 @@ def ring_specs(config: DraftConfig) -> DraftRing:
     return DraftRing(k=split, v=split, positions=P())
 
 
-def init_ring(config: DraftConfig, mesh: Mesh, *, slots: int, rows: int, dtype: Any) -> DraftRing:
+def init_ring(
+    config: DraftConfig, mesh: Mesh, *, slots: int, rows: int, context: int, dtype: Any
+) -> DraftRing:
     """An empty ring of slots that decode `rows` rows a step. Raises ConfigError."""
     ranks = mesh.shape[RANK]
     check_draft_ranks(config, ranks)
-    ring, lanes = config.ring_slots(rows), config.stored_kv_heads(ranks) * config.head_dim
+    ring = config.ring_slots(rows, context)
+    lanes = config.stored_kv_heads(ranks) * config.head_dim
 
     def make() -> DraftRing:
         def zeros() -> tuple[Array, ...]:

@@ -117,7 +117,14 @@ class Engine:
         draft = self.speculation.draft
         ring = None
         if draft is not None:
-            ring = init_ring(draft, self.mesh, slots=shape.max_slots, rows=shape.rows, dtype=dtype)
+            ring = init_ring(
+                draft,
+                self.mesh,
+                slots=shape.max_slots,
+                rows=shape.rows,
+                context=shape.max_context,
+                dtype=dtype,
+            )
         return EngineState(model=model, ring=ring, table=table, tick=tick)
 
     def _compile(self, config: TargetConfig) -> Any:

@@ -45,7 +45,9 @@ class Draft:
         self.row_specs = [P(None, RANK)] * self.config.num_layers
 
     def ring(self) -> d.DraftRing:
-        return d.init_ring(self.config, self.mesh, slots=SLOTS, rows=ROWS, dtype=self.dtype)
+        return d.init_ring(
+            self.config, self.mesh, slots=SLOTS, rows=ROWS, context=512, dtype=self.dtype
+        )
 
     def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """function(draft weights, target weights, ...) under shard_map, jitted."""

@@ -257,7 +257,7 @@ def test_pc_36_a_stop_token_at_every_place_of_a_block(drafting: Runner) -> None:
         assert len(answer.logprobs) == end + 1
     always = greedy(30, logit_bias=((77, 100.0),))
     stats = stats_of(drafting, [(prompt, always)])[0]
-    assert stats is not None and stats.accepted == stats.offered
+    assert stats is not None and stats.accepted == stats.offered and stats.offered[-1] > 0
     for n in range(1, 20):
         answer = drafting.run([(prompt, replace(always, max_tokens=n))])[0]
         assert answer.tokens == [77] * n and answer.finish is Finish.LENGTH
