@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import socket
 import subprocess
@@ -181,6 +182,15 @@ class OnTerminal:
             self.seen += os.read(self.master, 4096).decode("utf-8", "replace")
         self.seen = self.seen.split(text, 1)[1]
 
+    def interrupt(self, answer: str) -> None:
+        """Ctrl-C until the program says so: Python's input() does not notice a signal that comes
+        between its prompt and its wait."""
+        while answer not in self.seen:
+            self.child.send_signal(signal.SIGINT)
+            while select.select([self.master], [], [], 2)[0] and answer not in self.seen:
+                self.seen += os.read(self.master, 4096).decode("utf-8", "replace")
+        self.seen = self.seen.split(answer, 1)[1]
+
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
@@ -212,12 +222,10 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(
     terminal.until("> ")
     terminal.type("tell\n")
     terminal.until("Once upon")
-    terminal.child.send_signal(signal.SIGINT)
-    terminal.until("(stopped)")
+    terminal.interrupt("(stopped)")
     served.executor.wait_for(lambda e: len(e.cancelled) == 1)
     terminal.until("> ")
-    terminal.child.send_signal(signal.SIGINT)  # with no answer running
-    terminal.until("(Ctrl-D or /quit ends)")
+    terminal.interrupt("(Ctrl-D or /quit ends)")  # with no answer running
     terminal.until("> ")
     terminal.type("more\n")
     terminal.until("again")

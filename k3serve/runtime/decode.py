@@ -161,7 +161,7 @@ class Decoder:
         if self.speculation.draft is None or count == 0:
             return nothing
         left = table.max_tokens - table.produced - 1  # the step's own token needs no draft
-        offered = jnp.clip(row_policy.offers(table.level, count), 0, left)
+        offered = jnp.clip(row_policy.offers(table.level, table.positions, count), 0, left)
         offered = jnp.where(table.active & table.speculate, offered, 0)
         drafts: Drafts = lax.cond(
             jnp.any(offered > 0),

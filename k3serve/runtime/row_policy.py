@@ -3,7 +3,8 @@
 Rule: a pure function of the slot's own history, in whole numbers, never of the load, so that a
 request verifies the same rows whatever runs beside it. Drafts are nearly free where a step waits
 for memory, but each verified row fetches experts of its own: a slot whose drafts fail asks for few,
-and asks for more again once all that it offered were accepted.
+and asks for more again once all that it offered were accepted. One whose drafts fail nearly always
+asks only now and then: it spares the draft's own work, too.
 
 A slot's level is a running mean of the drafts that it accepted, in sixteenths.
 """
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 
 ONE = 16  # the level of one draft
 AHEAD = 2  # drafts offered beyond the mean: room to see that more would have been accepted
+HOPELESS = ONE // 4  # below this mean a slot drafts only at every so many'th position
+EVERY = 8
 
 
 def start_level(drafts: int) -> int:
@@ -22,9 +25,10 @@ def start_level(drafts: int) -> int:
     return ONE * drafts
 
 
-def offers(level: jax.Array, drafts: int) -> jax.Array:  # [S] i32
-    """How many of `drafts` drafts to verify at this level [S] i32."""
-    return jnp.minimum(level // ONE + AHEAD, drafts)
+def offers(level: jax.Array, positions: jax.Array, drafts: int) -> jax.Array:  # [S] i32
+    """How many of `drafts` drafts to verify at this level [S] i32 and anchor position [S] i32."""
+    resting = (level < HOPELESS) & (positions % EVERY != 0)
+    return jnp.where(resting, 0, jnp.minimum(level // ONE + AHEAD, drafts))
 
 
 def next_level(
