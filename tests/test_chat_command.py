@@ -172,6 +172,8 @@ class OnTerminal:
             [sys.executable, "-m", "k3serve", "chat", "--url", url, *flags],
             stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, start_new_session=True,
             env=os.environ | {"TERM": "dumb"},
+            # a test run in the background may have inherited that Ctrl-C is ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         os.close(slave)
         self.seen = ""
