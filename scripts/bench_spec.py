@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 answers["drafts"][i] != answers["--rows 1"][i] for i in range(len(prompts))
             )
         print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-    sampled = run(replace(forms[0]), prompts, 8, temperature=1.0, seed=7)[2]
+    sampled = run(forms[0], prompts, 8, temperature=1.0, seed=7)[2]
     return {
         "tokens_per_s": {
             n: {k: statistics.median(v) for k, v in by_form.items()}
