@@ -72,12 +72,6 @@ def init_ring(
     return jax.jit(make, out_shardings=shardings)()
 
 
-def ring_tile(ring: DraftRing, slots: Array) -> DraftRing:
-    """The ring of some slots [G]: a copy, to read from."""
-    tile: DraftRing = jax.tree.map(lambda x: x[slots], ring)
-    return tile
-
-
 # ------------------------------------------------------------------------------------------------
 # context
 

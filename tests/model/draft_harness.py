@@ -101,7 +101,7 @@ class Draft:
 
         def block(w: Any, t: Any, ring: Any, slots: Any, anchors: Any, positions: Any) -> Any:
             taps: Any = {}
-            tile = d.ring_tile(ring, slots)
+            tile = jax.tree.map(lambda x: x[slots], ring)
             hidden = d.block_hidden(self.config, w, t.embed, tile, anchors, positions, 8, taps=taps)
             layers = range(self.config.num_layers)
             keys = [taps["block_k", i] for i in layers]
