@@ -7,31 +7,11 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from scripts import check_invariance, invariance_mix
+from scripts.invariance_mix import Item
 from tests.serving import Server
 
 PATH = "/v1/completions"
-
-
-def bodies() -> list[dict[str, Any]]:
-    """Requests of many kinds and lengths; page borders (64 tokens) included."""
-    rng = random.Random(5)
-    made = []
-    for number, length in enumerate(
-        [1, 63, 64, 65, 128, 129, *(rng.randint(2, 200) for _ in range(18))]
-    ):
-        body: dict[str, Any] = {
-            "prompt": [rng.randrange(50, 2000) for _ in range(length)],
-            "max_tokens": rng.choice([1, 5, 30, 60]),
-            "logprobs": number % 4,
-            "temperature": [0, 0, 0.8, 1.0][number % 4],
-            "seed": number,
-            "echo": number % 3 == 0,
-            "ignore_eos": True,
-        }
-        if number % 5 == 0:
-            body |= {"frequency_penalty": 0.7, "logit_bias": {"100": -100, "200": 3}}
-        made.append(body)
-    return made
 
 
 def choices(server: Server, body: dict[str, Any]) -> Any:
@@ -39,15 +19,39 @@ def choices(server: Server, body: dict[str, Any]) -> Any:
 
 
 def test_pc_58_answers_do_not_depend_on_neighbours(nano: Server) -> None:
-    asked = bodies()
-    alone = [choices(nano, body) for body in asked]
-    for order in (1, 2):
-        places = list(range(len(asked)))
-        random.Random(order).shuffle(places)
-        with ThreadPoolExecutor(16) as pool:
-            crowd = list(pool.map(lambda i: choices(nano, asked[i]), places))
-        for place, answer in zip(places, crowd, strict=True):
-            assert answer == alone[place], f"request {place}"
+    """Every kind of request, some of whose clients leave. `scripts/check_invariance.py` asks 200,
+    of servers with and without overlap, warm and cold, on 1 and 2 hosts."""
+    report = check_invariance.check(nano.url, count=44, orders=2)
+    assert report.different == []
+    assert report.requests == 44 and report.left_early
+    assert len(report.replays) == 3
+
+
+def test_the_mix_is_the_same_every_time_and_has_every_kind() -> None:
+    items = invariance_mix.build(33, seed=4)
+    assert items == invariance_mix.build(33, seed=4) != invariance_mix.build(33, seed=5)
+    kinds = [item.kind for item in items]
+    assert set(kinds) == set(kinds[:11]) and len(set(kinds)) == 11
+    turns = [(place, item) for place, item in enumerate(items) if item.kind == "conversation"]
+    assert [item.follows for _, item in turns] == [None, turns[0][0], turns[1][0]]
+
+
+def test_the_comparison_sees_the_last_bit_and_a_missing_token() -> None:
+    whole = Item("cancel", PATH, {}, stream=True, leaves_after=2)
+    answer = {
+        "choices": [{"token_ids": [5, 6, 7], "logprobs": {"token_logprobs": [-1.5, -2.0, -0.25]}}],
+        "tokens": 3,
+    }
+    said = {"token_ids": [5, 6], "logprobs": [-1.5, -2.0], "tokens": 2, "ended": False}
+    difference = check_invariance.difference
+    assert difference(whole, said, answer) is None
+    assert "logprobs" in (difference(whole, said | {"logprobs": [-1.5, -2.0000002]}, answer) or "")
+    assert "token_ids" in (difference(whole, said | {"token_ids": [5, 7]}, answer) or "")
+    assert "token_ids" in (difference(whole, said | {"ended": True}, answer) or "")
+    plain = Item("greedy", PATH, {})
+    assert difference(plain, answer, answer) is None
+    assert "choices" in (difference(plain, answer | {"choices": []}, answer) or "")
+    assert "tokens" in (difference(plain, answer | {"tokens": 4}, answer) or "")
 
 
 def test_pc_08_echo_gives_the_same_arrays_every_time(nano: Server) -> None:
