@@ -30,6 +30,7 @@ from k3serve.model.acceptance import Rule
 from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
+from k3serve.runtime.snapshots import page_bytes, snapshot_bytes
 from k3serve.settings import ServeConfig
 
 log = logging.getLogger("k3serve")
@@ -54,6 +55,12 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
     agree(_common(config, draft_dir), config.connect_timeout_s)
     mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = dtype_of(config.dtype, on_cpu)
+    shape = config.with_prefix_cache(
+        shape,
+        snapshot_bytes(target, draft, shape, mesh.size, dtype.itemsize),
+        page_bytes(target, shape, dtype.itemsize),
+        on_cpu,
+    )
     started = time.monotonic()
     weights = load(
         config.checkpoint,
