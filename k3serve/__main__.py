@@ -95,6 +95,13 @@ def _serve(options: dict[str, Any]) -> int:
     return serve(config)
 
 
+def serve_config(flags: Sequence[str]) -> ServeConfig:
+    """The settings of `serve` with these flags, for what measures the engine without serving."""
+    options = _parse(["serve", *flags])
+    del options["verb"]
+    return ServeConfig(**options)
+
+
 def _own_flags() -> list[str]:
     """This process's flags without --hosts, for the hosts it starts."""
     flags, skip = [], False

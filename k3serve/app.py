@@ -157,7 +157,7 @@ def start_leader(
     engine.compilations.reset()
 
     def on_tick(stats: TickStats) -> None:
-        metrics.ticks.inc()
+        metrics.ticked(stats.times)
         if tokens := stats.prompt_tokens + stats.tokens:
             metrics.iteration_tokens.observe(tokens)
         late = engine.compilations.take()

@@ -7,11 +7,12 @@ Try it: curl -s localhost:8000/metrics
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from k3serve.types import DraftStats
+from k3serve.types import DraftStats, TickTimes
 
 _LABELS = ("model_name", "engine")
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 30, 60, 300)
@@ -19,6 +20,7 @@ _GAPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 
 _STEP_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8)
 _CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+TICK_PHASES = tuple(f.name for f in fields(TickTimes) if f.name != "device_idle")
 
 
 class Metrics:
@@ -103,6 +105,18 @@ class Metrics:
             registry=self.registry,
         )
         self.ticks = Counter("k3serve_ticks", "Ticks read back.", registry=self.registry)
+        self._tick_seconds = Counter(
+            "k3serve_tick_seconds",
+            "Time of the engine thread while there is work, by phase; all but wait is the host's.",
+            ("phase",),
+            registry=self.registry,
+        )
+        self._phases = {phase: self._tick_seconds.labels(phase) for phase in TICK_PHASES}
+        self.device_idle = Counter(
+            "k3serve_device_idle_seconds",
+            "Time in which work was to be done and the device had no tick queued; at most so much.",
+            registry=self.registry,
+        )
 
     def _counter(self, name: str, doc: str) -> Counter:
         return Counter(name, doc, _LABELS, registry=self.registry).labels(*self._labels)
@@ -119,6 +133,13 @@ class Metrics:
         ):
             gauge = Gauge(name, doc, _LABELS, registry=self.registry)
             gauge.labels(*self._labels).set_function(read)
+
+    def ticked(self, times: TickTimes) -> None:
+        """One tick came back, and where the time since the one before it went."""
+        self.ticks.inc()
+        for phase, counter in self._phases.items():
+            counter.inc(getattr(times, phase))
+        self.device_idle.inc(times.device_idle)
 
     def finished(self, reason: str) -> None:
         """One sequence ended: stop, length, abort or error."""

@@ -247,3 +247,17 @@ class TickShape:
     def pages_for(self, tokens: int) -> int:
         """Cache pages that hold so many positions of one slot; no more than its page table has."""
         return min(-(-tokens // self.page_tokens), self.pages_per_slot)
+
+
+@dataclass(frozen=True, slots=True)
+class TickTimes:
+    """Seconds of the engine thread by phase while there is work, and of the device without a
+    tick to run meanwhile.
+    """
+
+    plan: float = 0.0  # messages taken, plan made and packed
+    dispatch: float = 0.0
+    wait: float = 0.0  # for the device: what overlap leaves of its time
+    commit: float = 0.0  # result checked, unpacked and turned into events
+    deliver: float = 0.0  # events handed out, metrics counted
+    device_idle: float = 0.0

@@ -1,12 +1,13 @@
 """How much of the bare engine's speed reaches a client: tokens/s of 1 and 8 streams, time to first
 token and scoring tokens/s, through HTTP and in the bare tick loop, as ratios taken in one run.
 
-    python scripts/bench_serve.py [--checkpoint DIR] [--rounds 3] [--json FILE]
+    python scripts/bench_serve.py [--rounds 3] [--json FILE] [-- FLAGS OF THE SERVER]
 
-Each round starts a fresh process for the bare loop, then a server and a client process, so that
-both forms see the same machine; the medians of the rounds are compared. Run it when nothing else
-runs.
-Rule: both forms do the same work on the same prompts, and HTTP speaks to the server as clients do.
+Each round starts a fresh process for the bare loop, then a server and a client process, once with
+overlap and once with --sync, so that all forms see the same machine; the medians of the rounds are
+compared. The server's own counters say which share of a tick the host took, and for which share the
+device had no tick to run. Run it when nothing else runs.
+Rule: all forms do the same work on the same prompts, and HTTP speaks to the server as clients do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, STREAMS = 24, 512, 8
@@ -42,13 +44,12 @@ def prompt(number: int, length: int) -> list[int]:
 class Bare:
     """The engine behind the leader's loop without threads, mailboxes and HTTP."""
 
-    def __init__(self, checkpoint: Path | None) -> None:
+    def __init__(self, flags: list[str]) -> None:
+        from k3serve.__main__ import serve_config
         from k3serve.lockstep.bare import BareLoop
-        from k3serve.settings import ServeConfig
         from k3serve.startup import build_engine
 
-        settings = {} if checkpoint is None else {"checkpoint": checkpoint}
-        engine = build_engine(ServeConfig(**settings))
+        engine = build_engine(serve_config(flags))
         self.loop = BareLoop(engine, engine.shape)
         self.requests = 0
 
@@ -69,8 +70,8 @@ class Bare:
         return emitted, first
 
 
-def bare(checkpoint: Path | None) -> dict[str, float]:
-    loop = Bare(checkpoint)
+def bare(flags: list[str]) -> dict[str, float]:
+    loop = Bare(flags)
     loop.run([prompt(0, PROMPT_TOKENS)], max_tokens=32)
 
     def stream(count: int) -> float:
@@ -159,12 +160,36 @@ def over_http(base_url: str) -> dict[str, float]:
     client = Client(base_url)
     first = [client.stream(prompt(i, PROMPT_TOKENS), 1)[1] for i in range(FIRST_TOKEN_TRIES)]
     scored = [prompt(i, SCORE_TOKENS) for i in range(SCORE_PROMPTS)]
-    return {
-        "stream_1": rate(lambda: streams(1)),
-        "stream_8": rate(lambda: streams(STREAMS)),
-        "first_token_s": statistics.median(first),
-        "score": rate(lambda: client.score(scored)),
-    }
+    figures = {"first_token_s": statistics.median(first)}
+    for name, work in (
+        ("stream_1", lambda: streams(1)),
+        ("stream_8", lambda: streams(STREAMS)),
+        ("score", lambda: client.score(scored)),
+    ):
+        before = counters(base_url)
+        figures[name] = rate(work)
+        figures |= {f"{name}_{key}": x for key, x in shares(before, counters(base_url)).items()}
+    return figures
+
+
+def counters(base_url: str) -> dict[str, float]:
+    """The server's numbers by name and labels."""
+    with urlopen(f"{base_url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (x.split() for x in lines if x[0] != "#")}
+
+
+def shares(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Of the engine thread's time with work: the host's share, by phase too, and the share in which
+    the device had no tick to run."""
+    spent = {name: after[name] - before.get(name, 0.0) for name in after}
+    phase = 'k3serve_tick_seconds_total{phase="'
+    phases = {name[len(phase) : -2]: x for name, x in spent.items() if name.startswith(phase)}
+    total = sum(phases.values())
+    found = {name: seconds / total for name, seconds in phases.items()}
+    found["host"] = 1 - found["wait"]
+    found["device_idle"] = spent["k3serve_device_idle_seconds_total"] / total
+    return found
 
 
 # ------------------------------------------------------------------------------------ the run
@@ -176,11 +201,11 @@ def part(name: str, *flags: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def with_server(checkpoint: list[str]) -> dict[str, float]:
+def with_server(*flags: str) -> dict[str, float]:
     from k3serve.local_hosts import free_port
 
     port = free_port()
-    command = [sys.executable, "-m", "k3serve", *checkpoint, "--port", str(port)]
+    command = [sys.executable, "-m", "k3serve", *flags, "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
         wait_until_ready(server, port)
@@ -205,22 +230,28 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int, timeout_s: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=Path, help="[the built-in K3-nano]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--part", choices=["bare", "client"], help=argparse.SUPPRESS)
     parser.add_argument("--base-url", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "flags", nargs="*", help="flags of the server, such as --rows 1 or --checkpoint DIR"
+    )
     options = parser.parse_args()
     if options.part == "bare":
-        print(json.dumps(bare(options.checkpoint)))
+        print(json.dumps(bare(options.flags)))
         return
     if options.part == "client":
         print(json.dumps(over_http(options.base_url)))
         return
-    flags = ["--checkpoint", str(options.checkpoint)] if options.checkpoint else []
     rounds = []
     for number in range(options.rounds):
-        rounds.append({"bare": part("bare", *flags), "http": with_server(flags)})
+        forms = {
+            "bare": part("bare", "--", *options.flags),
+            "http": with_server(*options.flags),
+            "sync": with_server(*options.flags, "--sync"),
+        }
+        rounds.append(forms)
         print(f"round {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr)
     report(rounds)
     if options.json:
@@ -234,14 +265,23 @@ def report(rounds: list[dict[str, dict[str, float]]]) -> None:
         "first_token_s": "time to first token, ms",
         "score": "scoring, prompt tokens/s",
     }
-    print(f"| {len(rounds)} rounds, medians, {os.cpu_count()} cores | bare | HTTP | HTTP / bare |")
-    print("|---|---|---|---|")
+
+    def median(form: str, key: str) -> float:
+        return statistics.median(r[form][key] for r in rounds)
+
+    print(f"| {len(rounds)} rounds, medians, {os.cpu_count()} cores | bare | HTTP | HTTP / bare "
+          "| HTTP, --sync | --sync / overlap |\n|---|---|---|---|---|---|")  # fmt: skip
     for key, name in names.items():
         scale = 1000 if key == "first_token_s" else 1
-        bare_value = statistics.median(r["bare"][key] for r in rounds) * scale
-        http_value = statistics.median(r["http"][key] for r in rounds) * scale
-        ratio = http_value / bare_value
-        print(f"| {name} | {bare_value:.1f} | {http_value:.1f} | {ratio:.2f} |")
+        plain, http_, sync = (median(form, key) for form in ("bare", "http", "sync"))
+        print(f"| {name} | {plain * scale:.1f} | {http_ * scale:.1f} | {http_ / plain:.2f} "
+              f"| {sync * scale:.1f} | {sync / http_:.2f} |")  # fmt: skip
+    print("\n| of a tick | host's share | device idle | host's, --sync | device idle, --sync |"
+          "\n|---|---|---|---|---|")  # fmt: skip
+    for key in ("stream_1", "stream_8", "score"):
+        cells = [median(form, f"{key}_{share}") for form in ("http", "sync")
+                 for share in ("host", "device_idle")]  # fmt: skip
+        print(f"| {names[key].split(',')[0]} |", " | ".join(f"{x:.1%}" for x in cells), "|")
 
 
 if __name__ == "__main__":

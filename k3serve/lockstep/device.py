@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TickDevice(Protocol):
-    """One host's share of the device. Both methods are called from a single thread."""
+    """One host's share of the device. All methods are called from a single thread."""
 
     def dispatch(self, plan_vector: np.ndarray | None) -> Any:
         """Launches the next tick without waiting for it; gives a handle for `read`.
@@ -24,4 +24,8 @@ class TickDevice(Protocol):
         """The tick's packed result, [result_layout.size] i32. Blocks; raises when the collective
         failed.
         """
+        ...
+
+    def done(self, handle: Any) -> bool:
+        """Whether `read` would not wait. For measuring only: it decides nothing."""
         ...

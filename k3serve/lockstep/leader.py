@@ -25,12 +25,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3serve.errors import HostFailure
+from k3serve.lockstep.clock import TickClock
 from k3serve.lockstep.device import TickDevice
 from k3serve.lockstep.inbox import Cancel, Inbox, Mailbox
 from k3serve.lockstep.plan import check_request, check_result, pack, unpack_result
 from k3serve.lockstep.watchdog import Watchdog
 from k3serve.scheduler.scheduler import Scheduler
-from k3serve.types import Capacity, Finish, Plan, Request, State, TickShape, TokenEvent
+from k3serve.types import (
+    Capacity,
+    Finish,
+    Plan,
+    Request,
+    State,
+    TickShape,
+    TickTimes,
+    TokenEvent,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +56,7 @@ class TickStats:
     decode_steps: int  # run by the device
     running: int  # slots in use, as of the latest plan
     waiting: int
+    times: TickTimes  # since the tick before
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ class Leader:
         self._scheduler = Scheduler(shape, max_queue)
         self._inbox = Inbox(shape.max_slots, max_queue)
         self._watchdog = Watchdog(tick_timeout_s, start_timeout_s, self._fail)
+        self._clock = TickClock(device.done)
         self._tick = 0
         self._drain_by = float("inf")  # monotonic; what is open then is cancelled
         self._drained = True  # nothing had to be cancelled at the end
@@ -178,6 +190,7 @@ class Leader:
         """
         flight: _Flight | None = None
         while self.state() is not State.FAILED:
+            self._clock.wake()
             self._take_messages()
             if self._scheduler.idle:
                 if flight is not None:  # its events first: nothing else is to be done
@@ -188,6 +201,7 @@ class Leader:
                     if self._inbox.empty():  # nothing comes in any more
                         return
                     continue
+                self._clock.rest()
                 if self._inbox.wait(self._idle_interval_s):
                     continue
             following = self._dispatch(self._scheduler.plan(self._tick))
@@ -223,19 +237,24 @@ class Leader:
     def _dispatch(self, plan: Plan) -> _Flight:
         self._inbox.report(self._scheduler.counts()[0])
         self._tick = plan.tick + 1
+        vector = pack(plan, self._shape)
+        self._clock.lap("plan")
         dispatched_at = time.monotonic()
-        handle = self._watchdog.guard(
-            plan.tick, lambda: self._device.dispatch(pack(plan, self._shape))
-        )
+        self._clock.dispatches()
+        handle = self._watchdog.guard(plan.tick, lambda: self._device.dispatch(vector))
+        self._clock.dispatched(handle)
         return _Flight(plan, handle, dispatched_at)
 
     def _finish(self, flight: _Flight) -> None:
         """Reads a tick's result and hands out its events."""
         tick = flight.plan.tick
         vector = self._watchdog.guard(tick, lambda: self._device.read(flight.handle))
+        self._clock.waited(flight.handle)
         check_result(vector, self._shape, tick)
         result = unpack_result(vector, self._shape)
-        self._inbox.deliver(self._scheduler.commit(flight.plan, result))
+        events = self._scheduler.commit(flight.plan, result)
+        self._clock.lap("commit")
+        self._inbox.deliver(events)
         if self._on_tick is not None:
             running, waiting = self._scheduler.counts()
             self._on_tick(
@@ -247,8 +266,10 @@ class Leader:
                     decode_steps=result.steps,
                     running=running,
                     waiting=waiting,
+                    times=self._clock.take(),
                 )
             )
+        self._clock.lap("deliver")
 
     def _fail(self, failure: HostFailure) -> None:
         """From the engine thread or the watchdog; the first one counts."""

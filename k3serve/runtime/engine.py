@@ -164,3 +164,6 @@ class Engine:
             return np.asarray(handle.addressable_data(0))
         except Exception as error:
             raise HostFailure(f"the tick did not come back: {error}") from error
+
+    def done(self, handle: jax.Array) -> bool:
+        return bool(handle.is_ready())  # type: ignore[attr-defined]  # JAX types lack it

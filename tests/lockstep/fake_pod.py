@@ -160,3 +160,6 @@ class FakeHost:
         assert tick.result is not None
         self.pod.reads[self.host] += 1
         return tick.result
+
+    def done(self, tick: _Tick) -> bool:
+        return tick.done.is_set()

@@ -218,6 +218,8 @@ def test_stats_of_every_tick(make_pod, make_leader):
     assert sum(each.prompt_tokens for each in stats) == 5 * 7
     assert sum(each.decode_steps for each in stats) == 5 * 5
     assert max(each.running for each in stats) == 1 and stats[-1].running == 0
+    for phase in ("plan", "dispatch", "wait", "commit", "deliver"):
+        assert sum(getattr(each.times, phase) for each in stats) > 0, phase
 
 
 # ------------------------------------------------------------------------------------------ drain
