@@ -84,8 +84,14 @@ def by_rows(engine: Any) -> Callable[[list[int]], int]:
 
     specs = state_specs(config)
     program = compiled(engine, all_rows, (specs, P()), (P(), specs))
-    state = init_state(config, engine.mesh, slots=1, num_pages=pages,
-                       page_tokens=shape.page_tokens, dtype=jax.dtypes.canonicalize_dtype("float32"))  # fmt: skip
+    state = init_state(
+        config,
+        engine.mesh,
+        slots=1,
+        num_pages=pages,
+        page_tokens=shape.page_tokens,
+        dtype=jax.dtypes.canonicalize_dtype("float32"),
+    )
 
     def run(prompt: list[int]) -> int:
         nonlocal state
