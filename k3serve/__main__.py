@@ -198,6 +198,14 @@ def _add_serve(verbs: Any) -> None:
     add(engine, "pages-per-tick", int, "P", "prefill pages in one tick")
     add(engine, "steps-per-tick", int, "T", "decode steps in one tick")
     add(engine, "max-queue", int, "N", "requests that may wait; more get 429")
+    add(
+        engine,
+        "prefix-cache-mib",
+        int,
+        "MIB",
+        "memory on each rank for prompts that begin alike "
+        "(64 on CPU, else 1024); 0: compute every prompt anew",
+    )
     add(engine, "dtype", str, "TYPE", f"{', '.join(DTYPES)}; auto: float32 on CPU", choices=DTYPES)
     add(engine, "experts", str, "FORM", "dense, packed (MXFP4 in memory), auto: dense on CPU",
         choices=EXPERT_FORMATS)  # fmt: skip

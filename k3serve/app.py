@@ -43,15 +43,16 @@ def serve(config: ServeConfig) -> int:
     """Runs this host until it is told to stop; returns the process's exit status."""
     start_logging()
     watch_parent()
+    prepared: list[Any] = []  # the leader's tokenizer
     try:
-        engine = build_engine(config, joined=lambda: check_address(config))
+        engine = build_engine(config, joined=lambda: prepared.extend(prepare(config)))
     except (ConfigError, CheckpointError, HostFailure) as error:
         if isinstance(error, HostFailure) or is_joined():
             end_failed_start(error)
         raise
     try:
         if jax.process_index() == 0:
-            lead(engine, config)
+            lead(engine, config, *prepared)
         else:
             follow(engine, config)
     except HostFailure as error:
@@ -98,7 +99,7 @@ def follow(engine: Engine, config: ServeConfig) -> None:
     log.info("host %d ends: the leader said stop", jax.process_index())
 
 
-def lead(engine: Engine, config: ServeConfig) -> None:
+def lead(engine: Engine, config: ServeConfig, tokenizer: Any) -> None:
     """The leader's life: schedule, speak HTTP, drain when asked to stop."""
     from k3serve.metrics import Metrics
 
@@ -121,7 +122,7 @@ def lead(engine: Engine, config: ServeConfig) -> None:
         if leader.wait_ended(0.0):
             raise leader.failure or HostFailure("the first tick did not come back")
     try:
-        server = start_http(leader, engine, config, metrics)
+        server = start_http(leader, engine, config, tokenizer, metrics)
     except BaseException:
         leader.stop()  # else the other hosts would wait for its next tick
         raise
@@ -179,13 +180,14 @@ def start_leader(
     return leader
 
 
-def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -> Any:
+def start_http(
+    leader: Any, engine: Engine, config: ServeConfig, tokenizer: Any, metrics: Any
+) -> Any:
     """The HTTP server of a leader, already listening."""
     from k3serve.api.server import cannot_listen
     from k3serve.api.server import serve as serve_http
     from k3serve.api.settings import ApiSettings
 
-    tokenizer = load_tokenizer(config.checkpoint)
     settings = ApiSettings(
         vocab_size=engine.config.vocab_size,
         eos_ids=(engine.config.eos_token_id,) if tokenizer is None else (),
@@ -204,12 +206,16 @@ def start_http(leader: Any, engine: Engine, config: ServeConfig, metrics: Any) -
         raise cannot_listen(config.host, config.port, error) from error
 
 
-def check_address(config: ServeConfig) -> None:
-    """A host alone says at once that its port is taken. One of several cannot: see lead()."""
-    if jax.process_count() == 1:
-        from k3serve.api.server import check_address
+def prepare(config: ServeConfig) -> list[Any]:
+    """What the leader can find wrong before weights are loaded: a taken port, a damaged tokenizer.
+    The tokenizer, or nothing on a follower. Raises ConfigError or CheckpointError.
+    """
+    if jax.process_index() != 0:
+        return []
+    from k3serve.api.server import check_address
 
-        check_address(config.host, config.port)
+    check_address(config.host, config.port)
+    return [load_tokenizer(config.checkpoint)]
 
 
 def model_names(config: ServeConfig) -> tuple[str, ...]:

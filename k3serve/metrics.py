@@ -37,6 +37,12 @@ class Metrics:
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
+        self.prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that need not be computed."
+        )
         self.rejections = self._counter("vllm:admission_rejections", "Requests refused by load.")
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY

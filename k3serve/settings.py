@@ -5,7 +5,7 @@ Rule: every error names the flag, the value and what is allowed. See `python -m 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3serve.errors import ConfigError
@@ -15,7 +15,7 @@ NANO = Path(__file__).parent / "assets" / "nano"
 DTYPES = ("auto", "float32", "bfloat16")
 COMMON = (
     "max_slots", "context", "page_tokens", "pages_per_tick", "steps_per_tick", "dtype", "experts",
-    "allow_reserved", "ranks", "rows", "tile_slots", "acceptance", "markov_top",
+    "allow_reserved", "ranks", "rows", "tile_slots", "acceptance", "markov_top", "prefix_cache_mib",
 )  # fmt: skip
 DAY_S = 86_400  # timers take no arbitrary number
 EXPERT_FORMATS = ("auto", "dense", "packed")
@@ -24,6 +24,9 @@ NO_DRAFT = "none"
 DEFAULT_ROWS = 8
 CPU_TILE = 2  # a CPU computes what it is given; a pod streams its weights once for all slots
 ROWS = (1, 2, 4, 8)
+CPU_CACHE_MIB, CACHE_MIB = 64, 1024
+PAGES_PER_SNAPSHOT = 8  # scheduler.prefix.SNAPSHOT_EVERY: a long prompt uses them in this measure
+MAX_SNAPSHOTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class ServeConfig:
     pages_per_tick: int = 4
     steps_per_tick: int = 8
     max_queue: int = 256
+    prefix_cache_mib: int | None = None  # on each rank; None: 64 on CPU, else 1024; 0: no reuse
     dtype: str = "auto"
     experts: str = "auto"
     allow_reserved: bool = False
@@ -75,6 +79,7 @@ class ServeConfig:
             ("steps_per_tick", 1, 1024),
             ("max_queue", 1, 1_000_000),
             ("markov_top", 1, 1 << 24),
+            ("prefix_cache_mib", 0, 1 << 20),
         ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low, high)
@@ -188,6 +193,27 @@ class ServeConfig:
             return self.tile_slots
         most = CPU_TILE if on_cpu and rows > 1 else self.max_slots
         return max(size for size in self._tiles() if size <= most)
+
+    def with_prefix_cache(
+        self, shape: TickShape, snapshot_bytes: int, page_bytes: int, on_cpu: bool
+    ) -> TickShape:
+        """The shape with snapshots, and cache pages beside those of the slots, from the budget.
+
+        Sizes are those on one rank. Raises ConfigError where the budget holds no snapshot at all.
+        """
+        mib = self.prefix_cache_mib
+        if mib == 0:
+            return shape
+        budget = (CPU_CACHE_MIB if on_cpu else CACHE_MIB) if mib is None else mib
+        each = snapshot_bytes + PAGES_PER_SNAPSHOT * page_bytes
+        count = min((budget << 20) // each, MAX_SNAPSHOTS)
+        if count == 0 and mib is not None:
+            raise ConfigError(
+                f"--prefix-cache-mib {mib}: one snapshot with its pages takes "
+                f"{-(-each >> 20)} MiB on a rank; give at least that, or 0 for no reuse"
+            )
+        pages = shape.num_pages + PAGES_PER_SNAPSHOT * count
+        return replace(shape, num_snapshots=count, num_pages=pages)
 
     def tick_shape(
         self, model_context: int, draft_block: int | None = None, on_cpu: bool = True

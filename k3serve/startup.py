@@ -5,7 +5,6 @@ Rule: runs the same on every host, leader or follower; only load_tokenizer loads
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 
 from k3serve import wire
 from k3serve.checkpoint.draft import load_draft
+from k3serve.checkpoint.fingerprint import fingerprints
 from k3serve.checkpoint.load import load
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
@@ -30,6 +30,7 @@ from k3serve.model.acceptance import Rule
 from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
+from k3serve.runtime.snapshots import page_bytes, snapshot_bytes
 from k3serve.settings import ServeConfig
 
 log = logging.getLogger("k3serve")
@@ -54,6 +55,12 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
     agree(_common(config, draft_dir), config.connect_timeout_s)
     mesh = make_mesh(config.ranks or (1 if on_cpu else None))
     dtype = dtype_of(config.dtype, on_cpu)
+    shape = config.with_prefix_cache(
+        shape,
+        snapshot_bytes(target, draft, shape, mesh.size, dtype.itemsize),
+        page_bytes(target, shape, dtype.itemsize),
+        on_cpu,
+    )
     started = time.monotonic()
     weights = load(
         config.checkpoint,
@@ -101,13 +108,18 @@ def _common(config: ServeConfig, draft_dir: Path | None) -> dict[str, str]:
     """What must be equal on all hosts, by the name that a message should use."""
     return config.common() | {
         "the k3serve version": f"{metadata.version('k3serve')}, plans {wire.VERSION}",
-        "the checkpoint's config.json (its checksum)": _checksum(config.checkpoint),
-        "the draft's config.json (its checksum)": _checksum(draft_dir) if draft_dir else "no draft",
+        **_files("checkpoint", config.checkpoint),
+        **_files("draft", draft_dir),
     }
 
 
-def _checksum(folder: Path) -> str:
-    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
+def _files(owner: str, folder: Path | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    return {
+        f"the {owner}'s file {name} (its checksum)": value
+        for name, value in fingerprints(folder).items()
+    }
 
 
 def dtype_of(name: str, on_cpu: bool) -> Any:

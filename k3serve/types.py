@@ -100,6 +100,7 @@ class TokenEvent:
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     prompt_scores: PromptScores | None = None
     drafts: DraftStats | None = None  # where decode steps ran and the server has a draft
+    cached_tokens: int = 0  # on the first event: prompt tokens that were not computed again
     finish: Finish = Finish.NONE
     error: str | None = None  # with Finish.ERROR
 
@@ -157,12 +158,15 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A request enters a slot: its settings and the cache pages that are its own until release."""
+    """A request enters a slot: its settings, and the cache pages that hold its positions. Those of
+    whole prompt pages may be shared with other slots; the slot only rewrites what they hold.
+    """
 
     slot: int
     prompt_len: int
     sampling: Sampling
     pages: tuple[int, ...]  # cache page numbers, in order of position; covers prompt + max_tokens
+    restore: int | None = None  # snapshot of the state before its first computed page; None: zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,7 @@ class PageWork:
     next_token: int  # the prompt token after the page, or -1 on the last page
     final: bool  # the prompt ends here: sample the first token (if max_tokens > 0), then decode
     score: bool  # return scores for this page's positions
+    save: int | None = None  # snapshot that takes the slot's state at this page's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +227,7 @@ class TickShape:
     rows: int  # R: rows a slot decodes at once: the anchor and R-1 drafts
     pages_per_slot: int  # length of a slot's page table: max_context / C
     num_pages: int = field(default=0)  # size of the cache pool; page 0 .. num_pages-1
+    num_snapshots: int = field(default=0)  # size of the snapshot pool; 0: no prefix is reused
     tile_slots: int = field(default=0)  # slots of one decode tile, a divisor of max_slots; 0: all
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from k3serve.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, TickShape
 
 MAGIC = 0x4B335356  # "K3SV"
-VERSION = 2
+VERSION = 3
 
 
 class Fault(enum.IntEnum):
@@ -103,12 +103,14 @@ def plan_layout(shape: TickShape) -> Layout:
         bias_ids=("i", (s, MAX_LOGIT_BIAS)),  # padded with -1
         bias_values=("f", (s, MAX_LOGIT_BIAS)),
         page_table=("i", (s, shape.pages_per_slot)),  # padded with 0
+        restore=("i", (s,)),  # of an admit: the snapshot to start from, -1: from nothing
         page_slot=("i", (p,)),
         page_start=("i", (p,)),
         page_len=("i", (p,)),
         page_next=("i", (p,)),
         page_final=("i", (p,)),
         page_score=("i", (p,)),
+        page_save=("i", (p,)),  # the snapshot that takes the state at the page's end, or -1
         page_tokens=("i", (p, shape.page_tokens)),
         checksum=("i", ()),
     )

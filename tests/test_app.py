@@ -15,7 +15,7 @@ import pytest
 
 from k3serve import app, startup
 from k3serve.config import TargetConfig
-from k3serve.errors import CheckpointError, ConfigError
+from k3serve.errors import ConfigError
 from k3serve.metrics import Metrics
 from k3serve.settings import ServeConfig
 from k3serve.text.tokenizer import Tokenizer
@@ -47,7 +47,8 @@ def test_without_a_tokenizer_the_configs_end_token_ends_a_request() -> None:
     target = TargetConfig.from_dir(folder)
     engine = SimpleNamespace(config=target)
     config = ServeConfig(checkpoint=folder, port=0)
-    server = app.start_http(FakeExecutor([]), engine, config, Metrics())
+    tokenizer = startup.load_tokenizer(folder)
+    server = app.start_http(FakeExecutor([]), engine, config, tokenizer, Metrics())
     try:
         assert server.context.tokenizer is None
         assert server.context.eos_ids == (target.eos_token_id,)
@@ -84,15 +85,15 @@ class QuietLeader:
 
 
 def test_followers_are_told_when_the_leader_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged tokenizer is found late; without a stop the followers would wait for a tick."""
+    """A port can be taken meanwhile; without a stop the followers would wait for a tick."""
     leader = QuietLeader()
 
-    def damaged(*_: Any) -> Any:
-        raise CheckpointError("tiktoken.model: damaged")
+    def taken(*_: Any) -> Any:
+        raise ConfigError("--port 8000: cannot listen there")
 
     monkeypatch.setattr(app, "start_leader", lambda *_, **__: leader)
-    monkeypatch.setattr(app, "start_http", damaged)
+    monkeypatch.setattr(app, "start_http", taken)
     monkeypatch.setattr(app.signal, "signal", lambda *_: None)
-    with pytest.raises(CheckpointError):
-        app.lead(None, ServeConfig())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        app.lead(None, ServeConfig(), None)  # type: ignore[arg-type]
     assert leader.stopped

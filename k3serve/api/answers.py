@@ -56,10 +56,12 @@ class Answer:
     prompt_tokens: int
     choices: Sequence[Choice]
     with_reasoning: bool
+    prompts: int = 1  # the choices of each are neighbours
     include_usage: bool = False
     usage_in_every_chunk: bool = False
     first_fields: dict[str, Any] = field(default_factory=dict)  # top level, once
     drafts: dict[int, DraftStats] = field(default_factory=dict)  # by choice, where there are any
+    cached: dict[int, int] = field(default_factory=dict)  # by choice: prompt tokens not computed
     id: str = ""
     created: int = 0
 
@@ -73,7 +75,7 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens()},
         }
         if self.with_reasoning:
             reasoning = sum(c.reasoning_tokens for c in self.choices)
@@ -81,6 +83,14 @@ class Answer:
         if (stats := drafts.total(self.drafts.values())) is not None:
             usage["speculation"] = drafts.usage(stats)
         return usage
+
+    def cached_tokens(self) -> int:
+        """Of each prompt, what its choices need not compute; a prompt counts once, as in
+        prompt_tokens, so the choice that shared least counts.
+        """
+        n = len(self.choices) // self.prompts
+        by_choice = [self.cached.get(index, 0) for index in range(len(self.choices))]
+        return sum(min(by_choice[at : at + n]) for at in range(0, len(by_choice), n))
 
     def whole(self) -> dict[str, Any]:
         return {
@@ -122,6 +132,8 @@ class Answer:
         """Takes a choice's event in; gives the `choices[0]` of the stream chunks that it makes."""
         choice = self.choices[index]
         before = choice.completion_tokens
+        if event.cached_tokens:
+            self.cached[index] = event.cached_tokens
         made = choice.feed(event)
         if event.drafts is not None:
             used = choice.completion_tokens - before

@@ -44,6 +44,7 @@ def completions(context: Context, exchange: Exchange) -> Reply | None:
         kind="text_completion",
         chunk_kind="text_completion",
         prompt_tokens=sum(map(len, prompts)),
+        prompts=len(prompts),
         choices=[
             TextChoice(context, body, i, request.prompt, stops)
             for i, request in enumerate(requests)

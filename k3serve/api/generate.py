@@ -24,6 +24,7 @@ class _Open:
 
     request: Request
     outbox: Outbox
+    heard: bool = False  # of any event
     first_event_s: float = 0.0  # of an event with tokens; 0: none yet
     last_event_s: float = 0.0
 
@@ -136,6 +137,10 @@ class Group:
                 code="unavailable",
                 retry_after_s=5.0,
             )
+        if not entry.heard:
+            entry.heard = True
+            self._context.metrics.prefix_queries.inc(len(entry.request.prompt))
+            self._context.metrics.prefix_hits.inc(event.cached_tokens)
         self._time(entry, len(event.tokens))
         return event
 

@@ -9,6 +9,7 @@ Rule: the same scheduler, codec and order of work as the leader, read one tick l
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,17 +23,30 @@ from k3serve.types import Plan, Request, TickShape, TokenEvent
 class BareLoop:
     """Drives a device that runs alone or leads; ticks continue from one run() to the next."""
 
-    def __init__(self, device: TickDevice, shape: TickShape, *, depth: int = 2) -> None:
-        """depth: ticks in flight; 1 reads each before the next is planned."""
+    def __init__(
+        self, device: TickDevice, shape: TickShape, *, depth: int = 2, warm: bool = False
+    ) -> None:
+        """depth: ticks in flight; 1 reads each before the next is planned. warm: a run finds the
+        prompts of earlier ones in the prefix cache; otherwise each begins with an empty one.
+        """
         self._device = device
         self._shape = shape
         self.depth = depth
+        self.warm = warm
+        self._scheduler: Scheduler | None = None
         self.tick = 0
+
+    def forget(self) -> None:
+        """The next run begins with an empty prefix cache."""
+        self._scheduler = None
 
     def run(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Runs the requests to their ends, all queued at once, and yields their events."""
         queued = list(requests)
-        scheduler = Scheduler(self._shape, max(1, len(queued)))
+        scheduler = self._scheduler
+        if scheduler is None or not self.warm:
+            scheduler = Scheduler(self._shape, max_queue=sys.maxsize)
+        self._scheduler = scheduler
         for request in queued:
             scheduler.add(request)
         flights: deque[tuple[Plan, Any]] = deque()

@@ -114,6 +114,8 @@ def pack(plan: Plan, shape: TickShape) -> np.ndarray:
     layout.array(vector, "release")[list(plan.releases)] = 1
     layout.array(vector, "stop_token_ids")[...] = -1
     layout.array(vector, "bias_ids")[...] = -1
+    layout.array(vector, "restore")[...] = -1
+    layout.array(vector, "page_save")[...] = -1
     for admit in plan.admits:
         _put_admit(layout, vector, admit, shape)
     for index, page in enumerate(plan.pages):
@@ -142,6 +144,8 @@ def _put_admit(layout: wire.Layout, vector: np.ndarray, admit: Admit, shape: Tic
     layout.array(vector, "bias_ids")[slot, : len(bias)] = [token for token, _ in bias]
     layout.array(vector, "bias_values")[slot, : len(bias)] = [value for _, value in bias]
     layout.array(vector, "page_table")[slot, : len(admit.pages)] = admit.pages
+    if admit.restore is not None:
+        put("restore", admit.restore)
 
 
 def _put_page(layout: wire.Layout, vector: np.ndarray, index: int, page: PageWork) -> None:
@@ -154,6 +158,8 @@ def _put_page(layout: wire.Layout, vector: np.ndarray, index: int, page: PageWor
     put("page_next", page.next_token)
     put("page_final", page.final)
     put("page_score", page.score)
+    if page.save is not None:
+        put("page_save", page.save)
     layout.array(vector, "page_tokens")[index, : len(page.tokens)] = page.tokens
 
 
@@ -215,7 +221,13 @@ def _get_admit(layout: wire.Layout, vector: np.ndarray, slot: int, shape: TickSh
     )
     prompt_len = int(row("prompt_len"))
     pages = shape.pages_for(prompt_len + sampling.max_tokens)
-    return Admit(slot, prompt_len, sampling, tuple(row("page_table")[:pages].tolist()))
+    return Admit(
+        slot,
+        prompt_len,
+        sampling,
+        tuple(row("page_table")[:pages].tolist()),
+        restore=_index(row("restore")),
+    )
 
 
 def _get_page(layout: wire.Layout, vector: np.ndarray, index: int) -> PageWork:
@@ -229,7 +241,13 @@ def _get_page(layout: wire.Layout, vector: np.ndarray, index: int) -> PageWork:
         next_token=number("page_next"),
         final=bool(number("page_final")),
         score=bool(number("page_score")),
+        save=_index(number("page_save")),
     )
+
+
+def _index(value: Any) -> int | None:
+    """A pool's index, of which -1 stands for none."""
+    return None if value < 0 else int(value)
 
 
 # --------------------------------------------------------------------------------------- a result

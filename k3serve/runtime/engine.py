@@ -23,6 +23,7 @@ from k3serve.model.collectives import RANK
 from k3serve.model.draft import init_ring, ring_specs
 from k3serve.model.state import init_state, state_specs
 from k3serve.runtime.decode import ModelWeights, Speculation
+from k3serve.runtime.snapshots import empty_pool, slot_arrays
 from k3serve.runtime.table import SlotTable, empty_table
 from k3serve.runtime.tick import EngineState, build_tick
 from k3serve.types import TickShape
@@ -91,12 +92,10 @@ class Engine:
         )
         tick: Any = PartitionSpec()
         draft = self.speculation.draft
-        return EngineState(
-            model=state_specs(config, self.shape.rows),
-            ring=None if draft is None else ring_specs(draft),
-            table=table,
-            tick=tick,
-        )
+        model = state_specs(config, self.shape.rows)
+        ring = None if draft is None else ring_specs(draft)
+        pool = slot_arrays(model, ring, table.seen) if self.shape.num_snapshots else None
+        return EngineState(model=model, ring=ring, table=table, snapshots=pool, tick=tick)
 
     def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
         shape, replicated = self.shape, NamedSharding(self.mesh, PartitionSpec())
@@ -125,7 +124,11 @@ class Engine:
                 context=shape.max_context,
                 dtype=dtype,
             )
-        return EngineState(model=model, ring=ring, table=table, tick=tick)
+        pool = None
+        if shape.num_snapshots:
+            live, specs = slot_arrays(model, ring, table.seen), self._specs(config).snapshots
+            pool = empty_pool(live, specs, self.mesh, shape.num_snapshots)
+        return EngineState(model=model, ring=ring, table=table, snapshots=pool, tick=tick)
 
     def _compile(self, config: TargetConfig) -> Any:
         specs = self._specs(config)

@@ -136,7 +136,8 @@ def agree(settings: Mapping[str, str], timeout_s: float) -> None:
             if theirs.get(name) != hosts[0].get(name):
                 raise ConfigError(
                     f"{name} is {hosts[0].get(name)} on host 0, but {theirs.get(name)} on host "
-                    f"{host}: all hosts must run the same version with the same settings"
+                    f"{host}: all hosts must run the same version with the same settings and the "
+                    "same checkpoint"
                 )
 
 

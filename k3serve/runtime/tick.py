@@ -2,8 +2,8 @@
 
 1. broadcast: a psum over the mesh gives every rank the plan (rank 0 feeds it; the rest, zeros)
 2. check: magic, version, tick number, checksum; the worst fault seen on any rank reaches all
-3. apply: release, admit
-4. pages: a device loop over the plan's pages, in order, each in one fixed shape
+3. apply: release, admit, restore snapshots
+4. pages: a device loop over the plan's pages, in order, each in one fixed shape; saves snapshots
 5. first: one sampling step for the slots whose prompt has just ended
 6. decode: a device loop of up to decode_steps steps (decode.py); ends when no slot has work left
 7. result: one packed vector, the same on every rank
@@ -30,6 +30,7 @@ from k3serve.model.sampling import choose
 from k3serve.model.scoring import page_scores
 from k3serve.model.state import tile_of, with_tile
 from k3serve.model.target import Taps, head_logits, prefill_page
+from k3serve.runtime import snapshots
 from k3serve.runtime.decode import (
     Decoder,
     Emitted,
@@ -50,6 +51,7 @@ class EngineState:
     model: Any  # model.State: split over the ranks
     ring: Any  # the draft's DraftRing, or None: split over the ranks
     table: SlotTable  # replicated
+    snapshots: Any  # snapshots.SlotArrays by snapshot, or None: split over the ranks
     tick: jax.Array  # i32: number of the next tick
 
 
@@ -81,17 +83,29 @@ class _Tick:
         fault = self._check(plan, state.tick)
         plan = jnp.where(fault == int(wire.Fault.NONE), plan, 0)  # a refused plan does nothing
         table = apply_plan(state.table, plan, self.plan_layout, self.shape.rows)
-        running = Running(model=state.model, ring=state.ring, table=table, emitted=self._nothing())
-        running = self._pages(weights, allowed, running, plan)
+        model, ring = state.model, state.ring
+        if state.snapshots is not None:
+            wanted = self._restores(plan)
+            model, ring, table = snapshots.restore(state.snapshots, model, ring, table, wanted)
+        running = Running(model=model, ring=ring, table=table, emitted=self._nothing())
+        running, pool = self._pages(weights, allowed, running, state.snapshots, plan)
         running, steps = self._decode(weights, allowed, running, plan)
         result = self._pack(running.emitted, state.tick, fault, self._int(plan, "stop"), steps)
         state = EngineState(
-            model=running.model, ring=running.ring, table=running.table, tick=state.tick + 1
+            model=running.model,
+            ring=running.ring,
+            table=running.table,
+            snapshots=pool,
+            tick=state.tick + 1,
         )
         return state, result
 
     def _int(self, plan: jax.Array, name: str) -> jax.Array:
         return self.plan_layout.view(plan, name)
+
+    def _restores(self, plan: jax.Array) -> jax.Array:  # [S] i32, -1: none
+        """A refused plan is all zeros, so only an admit's own field counts."""
+        return jnp.where(self._int(plan, "admit") != 0, self._int(plan, "restore"), -1)
 
     def _check(self, plan: jax.Array, tick: jax.Array) -> jax.Array:
         fault = jnp.int32(int(wire.Fault.NONE))
@@ -108,18 +122,25 @@ class _Tick:
     # ------------------------------------------------------------------------------ prefill
 
     def _pages(
-        self, weights: ModelWeights, allowed: jax.Array, running: Running, plan: jax.Array
-    ) -> Running:
+        self,
+        weights: ModelWeights,
+        allowed: jax.Array,
+        running: Running,
+        pool: Any,
+        plan: jax.Array,
+    ) -> tuple[Running, Any]:
         slots, width = self.shape.max_slots, self.config.hidden_size
         ended = jnp.zeros(slots, bool)
         last_hidden = jnp.zeros((slots, width), weights.target.embed.dtype)
 
         def page(i: jax.Array, carry: Any) -> Any:
-            return self._page(weights, plan, i, carry)
+            running, pool, *rest = carry
+            running, *rest = self._page(weights, plan, i, (running, *rest))
+            return running, self._save(pool, running, plan, i), *rest
 
-        carry = (running, ended, last_hidden)
+        carry = (running, pool, ended, last_hidden)
         count = self._int(plan, "num_pages")
-        running, ended, last_hidden = lax.fori_loop(0, count, page, carry)
+        running, pool, ended, last_hidden = lax.fori_loop(0, count, page, carry)
         table, emitted = running.table, running.emitted
         first = ended & (table.max_tokens > 0)
         # a slot that only scores its prompt is done
@@ -127,12 +148,20 @@ class _Tick:
         emitted = emitted.replace(finish=finish.astype(jnp.int32))  # type: ignore[attr-defined]
 
         running = running.replace(table=table, emitted=emitted)  # type: ignore[attr-defined]
-        return over_tiles(
+        running = over_tiles(
             first,
             self.shape.tile,
             lambda running, at: self._first(weights, allowed, running, last_hidden, first, at),
             running,
         )
+        return running, pool
+
+    def _save(self, pool: Any, running: Running, plan: jax.Array, i: jax.Array) -> Any:
+        if pool is None:
+            return None
+        live = snapshots.slot_arrays(running.model, running.ring, running.table.seen)
+        slot, index = self._int(plan, "page_slot")[i], self._int(plan, "page_save")[i]
+        return snapshots.save(pool, live, slot, index)
 
     def _first(
         self,

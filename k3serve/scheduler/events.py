@@ -27,11 +27,13 @@ def token_event(
     slot: int,
     pages: Seq[tuple[int, PageWork]],  # (index in the plan, page) of this slot
     result: TickResult,
+    *,
+    cached_scores: PromptScores | None = None,  # of the pages before the first that was computed
 ) -> TokenEvent | None:
     """What the tick brought to the request in `slot`; None for nothing."""
     count = int(result.counts[slot])
     finish = Finish(int(result.finish[slot]))
-    scores = prompt_scores(pages, result)
+    scores = prompt_scores(pages, result, cached_scores)
     if not count and finish is Finish.NONE and scores is None:
         return None
     logprobs: tuple[float, ...] = ()
@@ -61,8 +63,11 @@ def draft_stats(slot: int, result: TickResult) -> DraftStats | None:
     return DraftStats(steps, tuple(offered.tolist()), tuple(result.accepted[slot].tolist()))
 
 
-def prompt_scores(pages: Seq[tuple[int, PageWork]], result: TickResult) -> PromptScores | None:
-    """The scores of one slot's pages in this tick, joined: they follow each other in the prompt.
+def prompt_scores(
+    pages: Seq[tuple[int, PageWork]], result: TickResult, cached: PromptScores | None
+) -> PromptScores | None:
+    """The scores of one slot's pages in this tick, after those from the cache, joined: they follow
+    each other in the prompt.
 
     Row i of a page scores the token at start+i+1; the last row of the final page has no token to
     score.
@@ -72,15 +77,18 @@ def prompt_scores(pages: Seq[tuple[int, PageWork]], result: TickResult) -> Promp
         for index, page in pages
         if page.score and (rows := len(page.tokens) - page.final) > 0
     ]
-    if not parts:
+    if not any(page.score for _, page in pages) or not (parts or cached):
         return None
 
-    def joined(array: np.ndarray) -> np.ndarray:  # [pages, page_tokens, ...] -> [rows, ...], a copy
-        return np.concatenate([array[index, :rows] for index, _, rows in parts])
+    def joined(name: str) -> np.ndarray:
+        """[pages, page_tokens, ...] -> [rows, ...], a copy."""
+        array = getattr(result, f"score_{name}")
+        rows = [array[index, :count] for index, _, count in parts]
+        return np.concatenate(rows if cached is None else [getattr(cached, name), *rows])
 
     return PromptScores(
-        start=parts[0][1],
-        logprobs=joined(result.score_logprobs),
-        top_ids=joined(result.score_top_ids),
-        top_logprobs=joined(result.score_top_logprobs),
+        start=parts[0][1] if cached is None else cached.start,
+        logprobs=joined("logprobs"),
+        top_ids=joined("top_ids"),
+        top_logprobs=joined("top_logprobs"),
     )

@@ -34,7 +34,7 @@ def next_page(sequence: Sequence, page_tokens: int) -> PageWork:
         tokens=prompt[start:end],
         next_token=-1 if final else prompt[end],
         final=final,
-        score=sequence.sampling.prompt_logprobs is not None,
+        score=sequence.scored,
     )
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from k3serve.errors import HostFailure, Overloaded
 from k3serve.scheduler import policy
+from k3serve.scheduler.cache import PageCache
 from k3serve.scheduler.events import token_event
-from k3serve.scheduler.pages import PagePool
 from k3serve.scheduler.slots import Sequence, SlotTable
 from k3serve.types import Admit, Finish, PageWork, Plan, Request, TickResult, TickShape, TokenEvent
 
@@ -47,7 +47,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()  # in slots, with pages left; next turn first
         self._slots = SlotTable(shape.max_slots)
-        self._pages = PagePool(shape.num_pages)
+        self.cache = PageCache(shape)
         self._open: dict[int, Sequence] = {}  # waiting, running, or released with a last event due
         self._in_flight: dict[int, _InFlight] = {}  # by tick
 
@@ -69,6 +69,7 @@ class Scheduler:
             raise Overloaded(f"{len(self._open)} requests are open already; retry later")
         budget = min(request.sampling.max_tokens, self.shape.max_context - length)
         sequence = Sequence(request, replace(request.sampling, max_tokens=budget))
+        self.cache.prepare(sequence)
         self._open[request.id] = sequence
         self._waiting.append(sequence)
 
@@ -90,8 +91,12 @@ class Scheduler:
         assert tick not in self._in_flight, f"tick {tick} was planned already"
         releases = self._release()
         admits = self._admit()
-        pages = policy.take_pages(self._prefilling, self.shape)
         occupants = self._slots.occupants()
+        by_slot = dict(occupants)
+        pages = tuple(
+            self.cache.enter(by_slot[page.slot], page)
+            for page in policy.take_pages(self._prefilling, self.shape)
+        )
         steps = policy.decode_steps(
             self.shape,
             can_decode=any(sequence.can_decode for _, sequence in occupants),
@@ -115,13 +120,35 @@ class Scheduler:
         for slot, sequence in flight.occupants:
             if sequence.closed:
                 continue
-            event = token_event(
-                sequence.request.id, sequence.sampling, slot, pages.get(slot, ()), result
-            )
+            event = self._event(sequence, slot, pages.get(slot, []), result)
             self._follow(sequence, slot, event, plan.tick)
             if event is not None:
                 events.append(event)
         return events
+
+    def _event(
+        self, sequence: Sequence, slot: int, pages: list[tuple[int, PageWork]], result: TickResult
+    ) -> TokenEvent | None:
+        """The sequence's event, with what the cache gave it where that is still to be told."""
+        for index, page in pages:
+            if page.score:
+                self.cache.keep_scores(sequence, index, page, result)
+        event = token_event(
+            sequence.request.id,
+            sequence.sampling,
+            slot,
+            pages,
+            result,
+            cached_scores=sequence.cached_scores,
+        )
+        if event is None:
+            return None
+        if event.prompt_scores is not None:
+            sequence.cached_scores = None
+        if not sequence.told_cached:
+            sequence.told_cached = True
+            event = replace(event, cached_tokens=sequence.cached_tokens)
+        return event
 
     def _follow(self, sequence: Sequence, slot: int, event: TokenEvent | None, tick: int) -> None:
         """Keeps up with the device: counts tokens, sees the finish, checks the budget."""
@@ -145,25 +172,36 @@ class Scheduler:
         leaving = [(slot, q) for slot, q in self._slots.occupants() if q.leaving]
         for _, sequence in leaving:
             self._slots.leave(sequence)
-            self._pages.give_back(sequence.pages)
+            self.cache.leave(sequence)
             if not sequence.prompt_planned:
                 self._prefilling.remove(sequence)
         return tuple(slot for slot, _ in leaving)
 
     def _admit(self) -> tuple[Admit, ...]:
-        """First come, first served: nobody overtakes a request that waits for cache pages."""
-        admits = []
+        """First come, first served: nobody overtakes a request that waits for free cache pages.
+        Only one that waits for another's prompt pages lets others pass.
+        """
+        admits, held = [], []
         while self._waiting and self._slots.free:
-            sequence = self._waiting[0]
-            length = len(sequence.request.prompt)
-            pages = self._pages.take(self.shape.pages_for(length + sequence.sampling.max_tokens))
-            if pages is None:
+            sequence = self._waiting.popleft()
+            if self.cache.waits(sequence, self._prefilling):
+                held.append(sequence)
+                continue
+            if not self.cache.admit(sequence):
+                held.append(sequence)
                 break
-            self._waiting.popleft()
-            sequence.pages = pages
             slot = self._slots.enter(sequence)
             self._prefilling.append(sequence)
-            admits.append(Admit(slot, length, sequence.sampling, pages))
+            admits.append(
+                Admit(
+                    slot,
+                    len(sequence.request.prompt),
+                    sequence.sampling,
+                    sequence.pages,
+                    sequence.restore,
+                )
+            )
+        self._waiting.extendleft(reversed(held))
         return tuple(sorted(admits, key=lambda admit: admit.slot))
 
 

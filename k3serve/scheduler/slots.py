@@ -7,9 +7,10 @@ plans and committed results make certain.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from k3serve.types import Request, Sampling
+from k3serve.scheduler.prefix import Node
+from k3serve.types import PromptScores, Request, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -19,19 +20,35 @@ class Sequence:
     request: Request
     sampling: Sampling  # the request's, with max_tokens cut to what the context leaves
     slot: int | None = None  # where it sits now; None while waiting and after its release
-    pages: tuple[int, ...] = ()
-    planned_prompt: int = 0  # prompt tokens given to plans so far
+    pages: tuple[int, ...] = ()  # its page table
+    planned_prompt: int = 0  # prompt tokens given to plans so far, or found in the cache
     planned_tokens: int = 0  # tokens that it has emitted at least, once the plans so far have run,
     # unless a stop token ended it before
     last_tick: int | None = None  # the tick that uses up its budget, once planned
     emitted: int = 0  # tokens in committed results
     leaving: bool = False  # its slot is released by the next plan
     closed: bool = False  # finished or cancelled: no event of it may come out any more
+    # of the prefix cache, which alone writes these:
+    keys: tuple[bytes, ...] = ()  # of its whole prompt pages; empty where there is no cache
+    nodes: list[Node] = field(default_factory=list)  # prompt pages in the tree that it holds
+    own: list[int] = field(default_factory=list)  # cache pages that go back when it leaves
+    saves: set[int] = field(default_factory=set)  # after so many pages its state is saved
+    restore: int | None = None  # the snapshot that it starts from
+    cached_tokens: int = 0  # prompt tokens that it need not compute
+    cached_scores: PromptScores | None = None  # of these, until they have been told
+    known_scores: int = 0  # prompt tokens whose scores are in the tree, if their pages are
+    told_cached: bool = False  # its first event is out
+    held_for: tuple[Sequence, int] | None = None  # waits for so many pages of that one
+    was_held: bool = False
 
     @property
     def prompt_planned(self) -> bool:
         """Its final page is in a plan already: it emits, unless it has ended."""
         return self.planned_prompt >= len(self.request.prompt)
+
+    @property
+    def scored(self) -> bool:
+        return self.sampling.prompt_logprobs is not None
 
     @property
     def can_decode(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -304,3 +306,23 @@ def test_without_tokenizer_ids_work_and_text_is_a_400(start_server: Any) -> None
         assert got.status == 400 and got.error["code"] == "no_tokenizer"
         assert got.error["param"] == param
     assert served.get("/tokenizer_info").status == 404
+
+
+def test_cached_tokens_count_each_prompt_once(start_server: Callable[..., Served]) -> None:
+    """Of a prompt's choices the one that had to compute most counts: the others shared with it."""
+    cached = {(0, 0): 0, (0, 1): 2, (1, 0): 3, (1, 1): 4}  # by prompt and choice
+
+    def script(request: Request) -> Iterator[TokenEvent]:
+        prompt, choice = request.prompt[0] - ord("a"), request.sampling.choice
+        first, *rest = events_of(request, b"hello")
+        yield replace(first, cached_tokens=cached[prompt, choice])
+        yield from rest
+
+    served = start_server()
+    served.executor.script = script
+    got = served.complete(prompt=["aaaaaa", "bbbbbb"], n=2, max_tokens=3)
+    assert got.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    lines = served.get("/metrics").body.decode().splitlines()
+    counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if "{" in line}
+    assert counted["vllm:prefix_cache_queries_total"] == 24
+    assert counted["vllm:prefix_cache_hits_total"] == 9

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -165,16 +166,12 @@ def test_a_killed_follower_is_an_error_for_open_streams_and_ends_the_run() -> No
     assert status not in (0, None)
 
 
-def test_a_host_with_a_damaged_checkpoint_names_itself_and_ends_all(tmp_path: Path) -> None:
-    """In seconds, not after the connect time-out, and without an abort from JAX."""
-    damaged = tmp_path / TINY_CHAT.name
-    shutil.copytree(TINY_CHAT, damaged)
-    shard = next(damaged.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-100])
+def start_two(checkpoints: list[Path], *flags: str) -> tuple[list[int], list[str]]:
+    """Exit statuses and logs of two hosts that were started one by one."""
     address = f"127.0.0.1:{free_port()}"
     hosts = []
-    for host_id, checkpoint in enumerate([TINY_CHAT, damaged]):
-        command = [sys.executable, "-m", "k3serve", "--checkpoint", str(checkpoint), "--port", "0"]
+    for host_id, checkpoint in enumerate(checkpoints):
+        command = [sys.executable, "-m", "k3serve", "--checkpoint", str(checkpoint), *flags]
         command += ["--coordinator", address, "--num-hosts", "2", "--host-id", str(host_id)]
         hosts.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     try:
@@ -182,9 +179,54 @@ def test_a_host_with_a_damaged_checkpoint_names_itself_and_ends_all(tmp_path: Pa
     finally:
         for host in hosts:
             host.kill()
-    assert [host.returncode for host in hosts] == [1, 2], logs
-    assert shard.name in logs[1]
-    assert "host 1 could not start" in logs[0] and shard.name in logs[0]
+    return [host.returncode for host in hosts], logs
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    folder = tmp_path / TINY_CHAT.name
+    shutil.copytree(TINY_CHAT, folder)
+    return folder
+
+
+def test_another_checkpoint_on_one_host_is_named_by_both(copied: Path) -> None:
+    """Same config, same sizes, other weights: they would answer nonsense together."""
+    shard = next(copied.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    statuses, logs = start_two([TINY_CHAT, copied], "--port", "0")
+    assert statuses == [2, 2], logs
+    for log in logs:
+        assert f"the checkpoint's file {shard.name} (its checksum) is" in log
+        assert "weights loaded" not in log
+
+
+def test_a_damaged_tokenizer_ends_all_hosts_before_they_load(copied: Path) -> None:
+    (copied / "tiktoken.model").write_bytes(b"not a vocabulary")
+    statuses, logs = start_two([copied, copied], "--port", "0")
+    assert statuses == [2, 1], logs
+    assert "tiktoken.model" in logs[0]
+    assert "host 0 could not start" in logs[1] and "tiktoken.model" in logs[1]
+    assert not any("weights loaded" in log for log in logs)
+
+
+def test_a_taken_port_ends_all_hosts_before_they_load() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        statuses, logs = start_two([TINY_CHAT, TINY_CHAT], "--port", port)
+    assert statuses == [2, 1], logs
+    assert f"--port {port}: cannot listen there" in logs[0]
+    assert "host 0 could not start" in logs[1] and "cannot listen there" in logs[1]
+    assert not any("weights loaded" in log for log in logs)
+
+
+def test_a_damaged_checkpoint_on_all_hosts_is_named_and_ends_them(copied: Path) -> None:
+    shard = next(copied.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    statuses, logs = start_two([copied, copied], "--port", "0")
+    assert all(status in (1, 2) for status in statuses), logs
+    assert all(shard.name in log for log in logs)
 
 
 def test_drafts_change_no_bit_on_two_hosts() -> None:

@@ -36,6 +36,8 @@ class Answer:
     top_ids: list[Any] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top: list[Any] = field(default_factory=list)
+    cached_tokens: int = field(default=0, compare=False)
     finish: Finish = Finish.NONE
 
 
@@ -45,6 +47,11 @@ class Runner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.loop = BareLoop(engine, engine.shape)
+
+    def forget(self) -> None:
+        """The next runs begin with an empty prefix cache and find what runs from here on left."""
+        self.loop.forget()
+        self.loop.warm = True
 
     def run(self, requests: Iterable[tuple[list[int], Sampling]], depth: int = 2) -> list[Answer]:
         self.loop.depth = depth
@@ -58,8 +65,14 @@ class Runner:
             answer.top_ids += event.top_ids
             answer.top_logprobs += event.top_logprobs
             if event.prompt_scores is not None:
-                answer.prompt_logprobs += np.asarray(event.prompt_scores.logprobs).tolist()
+                scores = event.prompt_scores
+                assert scores.start == 1 + len(answer.prompt_logprobs)
+                answer.prompt_logprobs += np.asarray(scores.logprobs).tolist()
+                answer.prompt_top += zip(
+                    scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True
+                )
             answer.finish = event.finish
+            answer.cached_tokens += event.cached_tokens
         assert all(answers[r.id].finish is not Finish.NONE for r in queued)
         return [answers[r.id] for r in queued]
 

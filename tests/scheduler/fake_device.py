@@ -69,6 +69,8 @@ class FakeDevice:
         self.shape = shape
         self.slots: dict[int, _Slot] = {}
         self.layout = wire.result_layout(shape)
+        self.pages: dict[int, tuple[int, ...]] = {}  # cache page -> the prompt up to its end
+        self.snapshots: dict[int, tuple[int, ...]] = {}  # -> the prompt that it has seen
 
     def result(self, plan: Plan) -> TickResult:
         return unpack_result(self.tick(plan), self.shape)
@@ -105,16 +107,37 @@ class FakeDevice:
         assert len(admit.pages) == self.shape.pages_for(
             admit.prompt_len + admit.sampling.max_tokens
         )
-        owned = [page for state in self.slots.values() for page in state.admit.pages]
-        assert not set(owned) & set(admit.pages), "a cache page has two owners"
+        whole = admit.prompt_len // self.shape.page_tokens
+        for state in self.slots.values():
+            theirs = state.admit.prompt_len // self.shape.page_tokens
+            shared = set(state.admit.pages) & set(admit.pages)
+            assert shared <= set(admit.pages[:whole]) & set(state.admit.pages[:theirs])
         assert len(set(admit.pages)) == len(admit.pages)
         assert all(0 <= page < self.shape.num_pages for page in admit.pages)
-        self.slots[admit.slot] = _Slot(admit)
+        state = self.slots[admit.slot] = _Slot(admit)
+        if admit.restore is not None:
+            assert 0 <= admit.restore < self.shape.num_snapshots
+            state.prompt = list(self.snapshots[admit.restore])
+            assert 0 < len(state.prompt) < admit.prompt_len
+            self._check_pages(state)
+
+    def _check_pages(self, state: _Slot) -> None:
+        """The cache pages before the next one hold what the slot's own prompt began with."""
+        size = self.shape.page_tokens
+        for index in range(len(state.prompt) // size):
+            held = self.pages[state.admit.pages[index]]
+            assert held == tuple(state.prompt[: (index + 1) * size]), "another prompt's page"
 
     def _page(self, index: int, page: PageWork, out: np.ndarray) -> None:
         state = self.slots[page.slot]
         assert page.start == len(state.prompt) and page.start % self.shape.page_tokens == 0
+        self._check_pages(state)
         state.prompt += page.tokens
+        self.pages[state.admit.pages[page.start // self.shape.page_tokens]] = tuple(state.prompt)
+        if page.save is not None:
+            assert 0 <= page.save < self.shape.num_snapshots
+            assert len(page.tokens) == self.shape.page_tokens, "a snapshot of a partial page"
+            self.snapshots[page.save] = tuple(state.prompt)
         assert page.final == (len(state.prompt) == state.admit.prompt_len)
         assert page.final or len(page.tokens) == self.shape.page_tokens
         assert (page.next_token == -1) == page.final
@@ -125,7 +148,9 @@ class FakeDevice:
             self.layout.array(out, "score_top_ids")[index, row] = pair[0] + np.arange(
                 MAX_TOP_LOGPROBS
             )
-            self.layout.array(out, "score_top_logprobs")[index, row] = score(*pair)
+            self.layout.array(out, "score_top_logprobs")[index, row] = [
+                score(pair[0], pair[0] + i) for i in range(MAX_TOP_LOGPROBS)
+            ]
         if page.final:
             if state.admit.sampling.max_tokens == 0:
                 self.layout.array(out, "finish")[page.slot] = Finish.LENGTH
@@ -135,6 +160,9 @@ class FakeDevice:
 
     def _emit(self, slot: int, state: _Slot, out: np.ndarray) -> None:
         sampling = state.admit.sampling
+        if state.emitted:  # the anchor's row is written; a first token has none yet
+            at = (len(state.prompt) + state.emitted - 1) // self.shape.page_tokens
+            self.pages[state.admit.pages[at]] = (-1, slot)
         token = next_token(tuple(state.prompt), sampling, state.emitted)
         counts = self.layout.array(out, "counts")
         at = (slot, counts[slot])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from k3serve.scheduler.scheduler import Scheduler
 from k3serve.types import Plan, Request, Sampling, TickShape, TokenEvent
@@ -33,6 +33,7 @@ class Run:
     events: dict[int, list[TokenEvent]]  # by request
     admitted: dict[int, int]  # request id -> tick; needs seeds equal to ids
     first_page: dict[int, int]  # request id -> tick
+    first_start: dict[int, int]  # request id -> where its first computed page starts
     after_cancel: list[TokenEvent]  # events of cancelled requests: must stay empty
     scheduler: Scheduler
     device: FakeDevice
@@ -68,12 +69,32 @@ def random_load(seed: int, count: int, shape: TickShape, *, gap: float, cancels:
     return load
 
 
+def shared_load(seed: int, count: int, shape: TickShape, *, gap: float, cancels: float) -> Load:
+    """random_load whose prompts mostly begin like one another: several choices of one prompt,
+    follow-up turns, and prompts that part at any place, page borders included.
+    """
+    load = random_load(seed, count, shape, gap=gap, cancels=cancels)
+    rng, c = random.Random(seed), shape.page_tokens
+    roots = [tuple(rng.randrange(VOCAB) for _ in range(shape.max_context)) for _ in range(3)]
+    known = list(roots)
+    for requests in load.arrivals.values():
+        for place, request in enumerate(requests):
+            base = rng.choice(known[-8:] + roots)
+            kept = rng.choice([0, c - 1, c, c + 1, 2 * c, rng.randint(0, len(base)), len(base)])
+            prompt = (base[:kept] + request.prompt)[: shape.max_context]
+            if rng.random() < 0.3 and place:  # the same prompt again, at the same time
+                prompt = requests[place - 1].prompt
+            requests[place] = replace(request, prompt=prompt)
+            known.append(prompt)
+    return load
+
+
 def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000_000) -> Run:
     """depth: plans in flight when a plan is made, that one included. 1 commits every tick at
     once.
     """
     scheduler, device = Scheduler(shape, max_queue=10**9), FakeDevice(shape)
-    run = Run([], {}, {}, {}, [], scheduler, device)
+    run = Run([], {}, {}, {}, {}, [], scheduler, device)
     cancelled: set[int] = set()
     flights: deque[tuple[Plan, object]] = deque()
     slots: dict[int, int] = {}  # slot -> request id
@@ -100,6 +121,7 @@ def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000
             run.admitted[admit.sampling.seed] = tick
         for page in plan.pages:
             run.first_page.setdefault(slots[page.slot], tick)
+            run.first_start.setdefault(slots[page.slot], page.start)
         flights.append((plan, device.result(plan)))
         if len(flights) == depth:
             commit()

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3serve.scheduler.policy import BUSY_STEPS
+from k3serve.scheduler.prefix import page_keys
 from k3serve.types import Finish, TickShape
 from tests.scheduler.fake_device import expected, score
-from tests.scheduler.simulate import Load, Run, random_load, simulate
+from tests.scheduler.simulate import Load, Run, random_load, shared_load, simulate
 
 SHAPE = TickShape(
     max_slots=4,
@@ -40,10 +41,15 @@ def check_complete(run: Run, load: Load, shape: TickShape) -> None:
         check_scores(request, events, finished=bool(events and events[-1].finish))
     assert run.scheduler.idle and run.scheduler.counts() == (0, 0)
     assert not run.device.slots, "a slot was never released"
-    assert run.scheduler._pages.free == shape.num_pages
+    assert run.scheduler.cache.unused == shape.num_pages
     assert not run.scheduler._open and not run.scheduler._in_flight
-    order = [i for i in load.requests if i in run.admitted]
-    assert [run.admitted[i] for i in order] == sorted(run.admitted[i] for i in order)
+    for request_id, events in run.events.items():
+        assert [e.cached_tokens for e in events] == [run.first_start[request_id]] + [0] * (
+            len(events) - 1
+        )
+    if not shape.num_snapshots:  # else one that waits for another's pages is overtaken
+        order = [i for i in load.requests if i in run.admitted]
+        assert [run.admitted[i] for i in order] == sorted(run.admitted[i] for i in order)
     bound = -(-shape.max_slots // shape.pages_per_tick)
     for request_id, tick in run.first_page.items():
         assert tick - run.admitted[request_id] < bound
@@ -81,6 +87,53 @@ def check_scores(request, events, *, finished: bool) -> None:
 def test_thousands_of_random_requests_all_end_right(depth, gap):
     load = random_load(seed=int(gap * 10), count=700, shape=SHAPE, gap=gap, cancels=0.2)
     check_complete(simulate(load, SHAPE, depth=depth), load, SHAPE)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("gap", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize("snapshots", [1, 3, 40])
+def test_prompts_that_share_pages_all_end_right(depth, gap, snapshots):
+    shape = replace(SHAPE, num_snapshots=snapshots, num_pages=20 + 2 * snapshots)
+    load = shared_load(seed=int(gap * 10), count=300, shape=shape, gap=gap, cancels=0.2)
+    run = simulate(load, shape, depth=depth)
+    check_complete(run, load, shape)
+    reused = sum(run.first_start.values())
+    share = {1: 0.01, 3: 0.1, 40: 0.6}[snapshots]
+    assert share * most_reusable(run, load, shape) <= reused <= most_reusable(run, load, shape)
+
+
+def most_reusable(run: Run, load: Load, shape: TickShape) -> int:
+    """Tokens of whole pages that earlier prompts began with, of all that got a slot."""
+    total, seen = 0, set()
+    for request_id, request in load.requests.items():
+        if request_id not in run.first_start:
+            continue
+        keys = page_keys(request.prompt, shape.page_tokens)
+        usable = keys[: (len(request.prompt) - 1) // shape.page_tokens]
+        known = itertools.takewhile(seen.__contains__, usable)
+        total += shape.page_tokens * sum(1 for _ in known)
+        seen |= set(keys)
+    return total
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 25),
+    gap=st.sampled_from([0.01, 0.5, 4.0]),
+    depth=st.integers(1, 3),
+    max_slots=st.integers(1, 5),
+    page_tokens=st.integers(1, 5),
+    pages_per_tick=st.integers(1, 4),
+    steps_per_tick=st.integers(1, 5),
+    pages_per_slot=st.integers(1, 6),
+    num_snapshots=st.integers(1, 6),
+    spare_pages=st.integers(0, 12),
+)
+def test_shared_pages_any_shape_any_load(seed, count, gap, depth, spare_pages, **sizes):
+    shape = TickShape(**sizes, rows=1, num_pages=sizes["pages_per_slot"] + spare_pages)
+    load = shared_load(seed, count, shape, gap=gap, cancels=0.3)
+    check_complete(simulate(load, shape, depth=depth), load, shape)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
