@@ -33,6 +33,7 @@ class Run:
     events: dict[int, list[TokenEvent]]  # by request
     admitted: dict[int, int]  # request id -> tick; needs seeds equal to ids
     first_page: dict[int, int]  # request id -> tick
+    page_ticks: dict[int, list[int]]  # request id -> tick of each of its pages
     first_start: dict[int, int]  # request id -> where its first computed page starts
     after_cancel: list[TokenEvent]  # events of cancelled requests: must stay empty
     scheduler: Scheduler
@@ -94,7 +95,7 @@ def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000
     once.
     """
     scheduler, device = Scheduler(shape, max_queue=10**9), FakeDevice(shape)
-    run = Run([], {}, {}, {}, {}, [], scheduler, device)
+    run = Run([], {}, {}, {}, {}, {}, [], scheduler, device)
     cancelled: set[int] = set()
     flights: deque[tuple[Plan, object]] = deque()
     slots: dict[int, int] = {}  # slot -> request id
@@ -121,6 +122,7 @@ def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000
             run.admitted[admit.sampling.seed] = tick
         for page in plan.pages:
             run.first_page.setdefault(slots[page.slot], tick)
+            run.page_ticks.setdefault(slots[page.slot], []).append(tick)
             run.first_start.setdefault(slots[page.slot], page.start)
         flights.append((plan, device.result(plan)))
         if len(flights) == depth:

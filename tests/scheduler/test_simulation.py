@@ -53,6 +53,8 @@ def check_complete(run: Run, load: Load, shape: TickShape) -> None:
     bound = -(-shape.max_slots // shape.pages_per_tick)
     for request_id, tick in run.first_page.items():
         assert tick - run.admitted[request_id] < bound
+    for ticks in run.page_ticks.values():  # and no prompt waits long between two of its pages
+        assert all(after - before <= bound for before, after in itertools.pairwise(ticks))
 
 
 def check_logprobs(request, events, got) -> None:
