@@ -23,6 +23,19 @@ SHAPE = TickShape(
     num_pages=20,  # less than max_slots * pages_per_slot: requests wait for pages too
 )
 
+ANY_LOAD = {
+    "seed": st.integers(0, 2**32),
+    "count": st.integers(0, 25),
+    "gap": st.sampled_from([0.01, 0.5, 4.0]),
+    "depth": st.integers(1, 3),
+    "max_slots": st.integers(1, 5),
+    "page_tokens": st.integers(1, 5),
+    "pages_per_tick": st.integers(1, 4),
+    "steps_per_tick": st.integers(1, 5),
+    "pages_per_slot": st.integers(1, 6),
+    "spare_pages": st.integers(0, 12),
+}
+
 
 def check_complete(run: Run, load: Load, shape: TickShape) -> None:
     """Every request got exactly its own tokens and scores; nothing leaked; nobody starved."""
@@ -119,19 +132,7 @@ def most_reusable(run: Run, load: Load, shape: TickShape) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    count=st.integers(0, 25),
-    gap=st.sampled_from([0.01, 0.5, 4.0]),
-    depth=st.integers(1, 3),
-    max_slots=st.integers(1, 5),
-    page_tokens=st.integers(1, 5),
-    pages_per_tick=st.integers(1, 4),
-    steps_per_tick=st.integers(1, 5),
-    pages_per_slot=st.integers(1, 6),
-    num_snapshots=st.integers(1, 6),
-    spare_pages=st.integers(0, 12),
-)
+@given(**ANY_LOAD, num_snapshots=st.integers(1, 6))
 def test_shared_pages_any_shape_any_load(seed, count, gap, depth, spare_pages, **sizes):
     shape = TickShape(**sizes, rows=1, num_pages=sizes["pages_per_slot"] + spare_pages)
     load = shared_load(seed, count, shape, gap=gap, cancels=0.3)
@@ -147,19 +148,7 @@ def test_several_rows_a_step(depth):
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    count=st.integers(0, 25),
-    gap=st.sampled_from([0.01, 0.5, 4.0]),
-    depth=st.integers(1, 3),
-    max_slots=st.integers(1, 5),
-    page_tokens=st.integers(1, 5),
-    pages_per_tick=st.integers(1, 4),
-    steps_per_tick=st.integers(1, 5),
-    rows=st.integers(1, 3),
-    pages_per_slot=st.integers(1, 6),
-    spare_pages=st.integers(0, 12),
-)
+@given(**ANY_LOAD, rows=st.integers(1, 3))
 def test_any_shape_any_load(seed, count, gap, depth, spare_pages, **sizes):
     shape = TickShape(**sizes, num_pages=sizes["pages_per_slot"] + spare_pages)
     load = random_load(seed, count, shape, gap=gap, cancels=0.3)
