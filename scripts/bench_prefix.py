@@ -14,12 +14,11 @@ import argparse
 import itertools
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts.bench_serve import ROOT, Client, wait_until_ready
+from scripts.bench_serve import Client, running_server
 
 ANSWER_TOKENS = 64
 _fresh = itertools.count()
@@ -78,17 +77,8 @@ def main() -> None:
     if args.base_url:
         run(args.base_url)
         return
-    from k3serve.local_hosts import free_port
-
-    port = free_port()
-    command = [sys.executable, "-m", "k3serve", "--port", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
-    try:
-        wait_until_ready(server, port)
-        run(f"http://127.0.0.1:{port}")
-    finally:
-        server.terminate()
-        server.wait(60)
+    with running_server() as url:
+        run(url)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -202,6 +203,13 @@ def part(name: str, *flags: str) -> dict[str, float]:
 
 
 def with_server(*flags: str) -> dict[str, float]:
+    with running_server(*flags) as url:
+        return part("client", "--base-url", url)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[str]:
+    """The address of a server of its own, ready; it ends with the block."""
     from k3serve.local_hosts import free_port
 
     port = free_port()
@@ -209,7 +217,7 @@ def with_server(*flags: str) -> dict[str, float]:
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
         wait_until_ready(server, port)
-        return part("client", "--base-url", f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)

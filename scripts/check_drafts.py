@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -100,19 +99,11 @@ def check(base_url: str, count: int, sampled: bool = False) -> dict[str, Any]:
 
 
 def with_hosts(hosts: int, count: int) -> dict[str, Any]:
-    from k3serve.local_hosts import free_port
-    from scripts.bench_serve import wait_until_ready
+    from scripts.bench_serve import running_server
 
-    port = free_port()
     flags = ["--hosts", str(hosts)] if hosts > 1 else []
-    command = [sys.executable, "-m", "k3serve", *flags, "--port", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
-    try:
-        wait_until_ready(server, port)
-        return check(f"http://127.0.0.1:{port}", count)
-    finally:
-        server.terminate()
-        server.wait(60)
+    with running_server(*flags) as url:
+        return check(url, count)
 
 
 def main() -> int:

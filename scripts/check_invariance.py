@@ -16,13 +16,12 @@ import argparse
 import http.client
 import json
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -206,8 +205,7 @@ def check(base_url: str, count: int, orders: int, seed: int = 0) -> Report:
 def check_hosts(hosts: int, count: int, orders: int, seed: int = 0) -> Report:
     """On servers of its own with so many hosts: cold and warm, with and without overlap."""
     base = ["--hosts", str(hosts)] if hosts > 1 else []
-    cached = has_prefix_cache()
-    cold = [*base, "--prefix-cache-mib", "0"] if cached else base
+    cold = [*base, "--prefix-cache-mib", "0"]
     with server(cold) as url:
         client = Client(url)
         run = Check(client, build(count, seed))
@@ -215,38 +213,22 @@ def check_hosts(hosts: int, count: int, orders: int, seed: int = 0) -> Report:
     with server([*cold, "--sync"]) as url:
         run.alone("cold, --sync", Client(url))
         run.crowds("cold, --sync", Client(url), 1)
-    if cached:
-        for flags, way in (([], "overlap"), (["--sync"], "--sync")):
-            with server([*base, *flags]) as url:
-                run.warm(way, Client(url), orders)
+    for flags, way in (([], "overlap"), (["--sync"], "--sync")):
+        with server([*base, *flags]) as url:
+            run.warm(way, Client(url), orders)
     return run.report
-
-
-def has_prefix_cache() -> bool:
-    from k3serve.settings import ServeConfig
-
-    return "prefix_cache_mib" in {f.name for f in fields(ServeConfig)}
 
 
 @contextmanager
 def server(flags: Sequence[str]) -> Iterator[str]:
     """The address of a server with these flags; its counters must be right at the end."""
-    from k3serve.local_hosts import free_port
-    from scripts.bench_serve import wait_until_ready
+    from scripts.bench_serve import running_server
 
-    port = free_port()
-    command = [sys.executable, "-m", "k3serve", *flags, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(process, port)
+    with running_server(*flags) as url:
         yield url
         with urlopen(f"{url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         assert "k3serve_compilations_after_ready_total 0.0" in lines, "something was compiled"
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 # ------------------------------------------------------------------------------------ the run
