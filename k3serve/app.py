@@ -199,6 +199,8 @@ def start_http(
         api_keys=config.api_keys,
         cors_origins=config.allowed_origins,
         max_body_bytes=config.max_body_mib << 20,
+        max_connections=config.max_connections,
+        request_timeout_s=config.request_timeout_s,
     )
     try:
         return serve_http(leader, tokenizer, settings, metrics)

@@ -41,6 +41,8 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_mib: int = 32
+    max_connections: int = 512
+    request_timeout_s: float = 3600.0  # 0: none
     # engine
     max_slots: int = 8
     context: int | None = None  # None: the model's own, at most 8192
@@ -73,6 +75,7 @@ class ServeConfig:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_body_mib", 1, 4096),
+            ("max_connections", 1, 65536),
             ("max_slots", 1, 1024),
             ("page_tokens", 16, 4096),
             ("pages_per_tick", 1, 1024),
@@ -94,6 +97,7 @@ class ServeConfig:
         # an idle leader ticks four times a second: followers must not take that for a hang
         _check("tick_timeout_s", self.tick_timeout_s, 1, DAY_S)
         _check("drain_timeout_s", self.drain_timeout_s, 0, DAY_S)
+        _check("request_timeout_s", self.request_timeout_s, 0, DAY_S)
         _check("connect_timeout_s", self.connect_timeout_s, 1, DAY_S)
         if not self.host.strip():
             raise ConfigError("--host is empty; for all addresses say 0.0.0.0")

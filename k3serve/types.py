@@ -112,6 +112,10 @@ class Outbox(Protocol):
         """The next event; None when timeout_s passed without one."""
         ...
 
+    def waiting(self) -> int:
+        """How many events nobody has taken yet, at least about."""
+        ...
+
 
 class State(enum.Enum):
     """What an operator and a load balancer want to know of a server."""

@@ -211,6 +211,7 @@ class ScriptedOutbox:
         self._items = iter(items)
         self._next: Item | None = None
         self._never = threading.Event()
+        self.backlog = 0  # a script has no events before they are asked for; a test may say so
 
     def get(self, timeout_s: float | None = None) -> TokenEvent | None:
         item = self._next or next(self._items, self._never)
@@ -221,6 +222,9 @@ class ScriptedOutbox:
             self._next = item
             return None
         return self.get(timeout_s)
+
+    def waiting(self) -> int:
+        return self.backlog
 
 
 class FakeExecutor:

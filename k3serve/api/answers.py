@@ -150,17 +150,20 @@ def deliver(
     *,
     stream: bool,
     ignored: list[str],
+    timeout_s: float | None = None,
 ) -> Reply | None:
     """Runs the requests and answers, streamed or not."""
     headers = ignored_header(ignored)
     if not stream:
-        with Group(answer.context, requests, exchange.gone) as group:
+        with Group(answer.context, requests, exchange.gone, timeout_s) as group:
             _run(answer, group, None)
         return json_reply(answer.whole(), headers=headers, note=answer.note())
     events = EventStream(exchange, headers)
     try:
-        with Group(answer.context, requests, exchange.gone) as group:
+        with Group(answer.context, requests, exchange.gone, timeout_s) as group:
+            events.while_blocked = group.check_backlog
             _run(answer, group, events.send)
+        events.while_blocked = None
         if answer.include_usage:
             events.send([answer.chunk(None)])
         events.done()

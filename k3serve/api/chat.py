@@ -51,7 +51,14 @@ def chat_completions(context: Context, exchange: Exchange) -> Reply | None:
         usage_in_every_chunk=body.usage_in_every_chunk,
         first_fields={"prompt_token_ids": list(prompt.ids)} if body.return_token_ids else {},
     )
-    return deliver(answer, exchange, requests, stream=bool(body.stream), ignored=ignored)
+    return deliver(
+        answer,
+        exchange,
+        requests,
+        stream=bool(body.stream),
+        ignored=ignored,
+        timeout_s=body.timeout,
+    )
 
 
 class ChatChoice:

@@ -53,7 +53,14 @@ def completions(context: Context, exchange: Exchange) -> Reply | None:
         include_usage=body.include_usage,
         usage_in_every_chunk=body.usage_in_every_chunk,
     )
-    return deliver(answer, exchange, requests, stream=bool(body.stream), ignored=ignored)
+    return deliver(
+        answer,
+        exchange,
+        requests,
+        stream=bool(body.stream),
+        ignored=ignored,
+        timeout_s=body.timeout,
+    )
 
 
 class TextChoice:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from k3serve.api.settings import ApiSettings
-from k3serve.errors import RequestError
+from k3serve.errors import Overloaded, RequestError
 from k3serve.metrics import Metrics
-from k3serve.types import Executor
+from k3serve.types import Executor, State
 
 
 class Tokenizer(Protocol):
@@ -53,6 +53,19 @@ class Context:
         if self.settings.eos_ids or self.tokenizer is None:
             return self.settings.eos_ids
         return tuple(self.tokenizer.eos_ids)
+
+    def check_room(self) -> None:
+        """Overloaded at once when the queue is full: nobody reads or encodes what cannot run."""
+        capacity = self.executor.capacity()
+        state = self.executor.state()
+        if state is State.DRAINING or state is State.FAILED:
+            self.metrics.rejections.inc()
+            raise Overloaded(f"this server is {state.value}; ask another one", status=503)
+        if capacity.waiting >= capacity.max_queue:
+            self.metrics.rejections.inc()
+            raise Overloaded(
+                f"the queue is full: {capacity.waiting} requests wait already; retry later"
+            )
 
     def need_tokenizer(self, param: str) -> Any:
         """The tokenizer, or a 400 that says which field needs it."""

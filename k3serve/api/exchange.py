@@ -19,8 +19,9 @@ class ClientGone(Exception):
 class StreamBody(Protocol):
     """The body of an answer whose length is not known yet."""
 
-    def write(self, data: bytes) -> None:
-        """Sends at once; raises ClientGone when nobody reads."""
+    def write(self, data: bytes, while_blocked: Callable[[], None] | None = None) -> None:
+        """Sends at once; raises ClientGone when nobody reads. While the client does not read,
+        `while_blocked` is called now and then, and may raise to give up."""
         ...
 
     def end(self) -> None:

@@ -19,6 +19,8 @@ from k3serve.errors import RequestError
 DRAIN_BYTES = 256 * 1024  # a refused body up to this size is read, to keep the connection
 LINGER_BYTES = 64 * 1024 * 1024
 LINGER_S = 2.0
+HEAD_BYTES = 128 * 1024  # of one request, all header lines together
+SLOWEST_SENDER = 64 * 1024.0  # bytes/s of a body; what it lacks must fit the body's time-out
 _HEADER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00\r\n]*\r?\n")
 
 
@@ -27,17 +29,25 @@ class TimedSocket(io.RawIOBase):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.deadline = time.monotonic()
+        self._deadline = time.monotonic()
+        self._s_per_byte = 0.0
+
+    def allow(self, limit_s: float, bytes_per_s: float = 0.0) -> None:
+        """From now on limit_s, and with bytes_per_s what the bytes that come take at that rate."""
+        self._deadline = time.monotonic() + limit_s
+        self._s_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        left = self.deadline - time.monotonic()
+        left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("request timed out")
         self._sock.settimeout(left)
-        return self._sock.recv_into(buffer)
+        count = self._sock.recv_into(buffer)
+        self._deadline += count * self._s_per_byte
+        return count
 
 
 class CheckedLines:
@@ -48,9 +58,13 @@ class CheckedLines:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self._left = HEAD_BYTES
 
     def readline(self, limit: int = -1) -> bytes:
         line = self._stream.readline(limit)
+        self._left -= len(line)
+        if self._left < 0:
+            raise _refuse(f"the headers have more than {HEAD_BYTES} bytes", 431, "head_too_large")
         too_long = 0 <= limit <= len(line)  # the parser's own error says that better
         if not too_long and line not in (b"\r\n", b"\n") and not _HEADER.fullmatch(line):
             raise _refuse(

@@ -5,6 +5,7 @@ Rule: whatever way the `with` block is left, no slot keeps working for a request
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,11 +46,19 @@ class Group:
     stays submitted then) and when the server fails; ClientGone when nobody waits any more.
     """
 
-    def __init__(self, context: Context, requests: list[Request], gone: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        requests: list[Request],
+        gone: Callable[[], bool],
+        timeout_s: float | None = None,  # what the client asked for; the server's own holds too
+    ) -> None:
         self._context = context
         self._gone = gone
         self._started_s = time.monotonic()
         self._checked_s = self._started_s
+        limits = [s for s in (timeout_s, context.settings.request_timeout_s) if s]
+        self._limit_s = min(limits, default=math.inf)
         self._open: dict[int, _Open] = {}
         try:
             for index, request in enumerate(requests):
@@ -74,6 +83,8 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         reason = "abort" if kind is not None and issubclass(kind, ClientGone) else "error"
+        if isinstance(error, RequestError) and error.status == 504:
+            reason = "timeout"
         for index in list(self._open):
             self.finish(index, reason, 0)
 
@@ -106,7 +117,7 @@ class Group:
         """Events of all sequences as they come, until `finish` was called for each."""
         while self._open:
             first = self._busiest()
-            wait_s = self._context.settings.gone_check_s
+            wait_s = min(self._context.settings.gone_check_s, self._time_left())
             event = self._get(first, wait_s if len(self._open) == 1 else _SWEEP_S)
             if event is not None:
                 yield first, event
@@ -114,6 +125,24 @@ class Group:
                 while index in self._open and (event := self._get(index, 0.0)) is not None:
                     yield index, event
             self._check_client()
+
+    def _time_left(self) -> float:
+        """Seconds; RequestError 504 when there are none."""
+        left_s = self._started_s + self._limit_s - time.monotonic()
+        if left_s <= 0:
+            raise RequestError(
+                f"the answer was not complete within {self._limit_s:g} s and was given up; lower "
+                "max_tokens, or raise `timeout` (the server's own limit is --request-timeout)",
+                status=504,
+                code="timeout",
+            )
+        return left_s
+
+    def check_backlog(self) -> None:
+        """While a write waits for the client: gives up when too much waits behind it."""
+        self._time_left()
+        if any(e.outbox.waiting() > self._context.settings.max_outbox for e in self._open.values()):
+            raise ClientGone("client reads too slowly")
 
     def _busiest(self) -> int:
         """Of the running sequences the one that was silent longest: all of them get an event per

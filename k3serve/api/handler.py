@@ -19,9 +19,24 @@ from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from k3serve.api import routes
+from k3serve.api.connections import Stage
 from k3serve.api.exchange import ClientGone, Exchange, Headers
-from k3serve.api.framing import CheckedLines, Framing, TimedSocket, client_gone
-from k3serve.api.replies import Reply, dumps, envelope, error_reply, internal_error
+from k3serve.api.framing import (
+    SLOWEST_SENDER,
+    CheckedLines,
+    Framing,
+    TimedSocket,
+    client_gone,
+)
+from k3serve.api.replies import (
+    Reply,
+    error_reply,
+    internal_error,
+    made_room,
+    status_line,
+    too_many_connections,
+)
+from k3serve.api.writing import Stream, Writer
 from k3serve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,30 +46,10 @@ access_log = logging.getLogger("k3serve.access")
 log = logging.getLogger("k3serve.api")
 
 CHARSETS = ("utf-8", "utf8", "us-ascii")
+RESERVE_S = 2.0  # for all of a request on a place beyond the limit
 BODY_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/plain")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SAFE_HEADER = re.compile(r"[^\x20-\x7e]")
-
-
-def status_line(status: int) -> str:
-    try:
-        phrase = HTTPStatus(status).phrase
-    except ValueError:
-        phrase = "Unknown"
-    return f"HTTP/1.1 {status} {phrase}\r\n"
-
-
-def busy_answer(limit: int) -> bytes:
-    """The whole answer for a connection beyond the limit."""
-    error = RequestError(
-        f"this server already has {limit} connections open", status=503, code="too_many_connections"
-    )
-    body = dumps(envelope(error))
-    head = (
-        f"{status_line(503)}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        "Retry-After: 1\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -70,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.settings = self.server.context.settings
+        self._place = self.server.connections.of(self.connection)
+        self._writer = Writer(self.connection, self.settings.write_timeout_s)
         self._timed = TimedSocket(self.connection)
         self._reader = io.BufferedReader(self._timed, 65536)
         self.rfile = self._reader
@@ -85,10 +82,10 @@ class Handler(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0"
         self.headers = HTTPMessage()  # not those of the request before
         try:
-            self._timed.deadline = time.monotonic() + self.settings.idle_timeout_s
-            if not self._reader.peek(1):
+            self._timed.allow(RESERVE_S if self._place.reserve else self.settings.idle_timeout_s)
+            if not self._reader.peek(1) or not self._moved(Stage.RECEIVING):
                 return
-            self._timed.deadline = time.monotonic() + self.settings.request_timeout_s
+            self._timed.allow(RESERVE_S if self._place.reserve else self.settings.head_timeout_s)
         except OSError:  # idle for too long, or reset
             return
         started = time.monotonic()
@@ -96,11 +93,15 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.answering():
                 note = self._answer_one()
-        except ClientGone:
-            note, self.close_connection = "client gone", True
+        except ClientGone as gone:
+            note, self.close_connection = str(gone) or "client gone", True
         except OSError as error:
             note, self.close_connection = f"connection lost: {type(error).__name__}", True
         self._log_access(started, note)
+        self.close_connection |= not self._moved(Stage.IDLE)
+
+    def _moved(self, stage: Stage) -> bool:
+        return self.server.connections.move(self._place, stage)
 
     def _answer_one(self) -> str:
         """Reads, answers, and returns the note for the access log."""
@@ -109,18 +110,25 @@ class Handler(BaseHTTPRequestHandler):
             if not self._read_head():
                 return "bad request"
             endpoint, path_arg = self._checked_route()
+            body = self._read_body() if self.command == "POST" else self._no_body()
+            if not self._moved(Stage.ANSWERING):
+                raise made_room()
             exchange = Exchange(
-                body=self._read_body() if self.command == "POST" else self._no_body(),
+                body=body,
                 gone=lambda: client_gone(self.connection),
                 open_stream=self._open_stream,
                 path_arg=path_arg,
             )
             reply = endpoint(self.server.context, exchange)
         except RequestError as error:
-            reply = error_reply(error, self._extra_headers(error))
+            if self._place.closed and exchange is None:  # its end is ours, not the client's
+                self.close_connection = True
+                reply = error_reply(made_room())
+            else:
+                reply = error_reply(error, self._extra_headers(error))
         except TimeoutError:
             self.close_connection = True
-            reply = error_reply(self._timed_out())
+            reply = error_reply(self._timed_out(head=self.framing is None))
         except (ClientGone, ConnectionError):
             raise
         except RecursionError:
@@ -154,6 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.request_version == "HTTP/0.9":
             self.send_error(400, "HTTP/0.9 is not supported")
             return False
+        self.close_connection |= self._place.reserve
         given = self.headers.get("x-request-id", "").strip()
         if _REQUEST_ID.fullmatch(given):
             self.request_id = given
@@ -189,7 +198,11 @@ class Handler(BaseHTTPRequestHandler):
                 code="method_not_allowed",
             )
         if not route.public:
+            if self._place.reserve:
+                raise too_many_connections(self.settings.max_connections)
             self._check_key()
+        if route.generates:
+            self.server.context.check_room()
         return endpoint, path_arg
 
     def _check_key(self) -> None:
@@ -214,9 +227,11 @@ class Handler(BaseHTTPRequestHandler):
         assert self.framing is not None
         self._check_content_type()
         self.framing.check_size()
+        if not self._place.reserve:
+            self._timed.allow(self.settings.body_timeout_s, SLOWEST_SENDER)
         if self.headers.get("Expect", "").lower() == "100-continue" and not self.framing.clean:
             if self.request_version >= "HTTP/1.1":
-                self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._writer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         return self.framing.read()
 
     def _no_body(self) -> bytes:
@@ -285,9 +300,11 @@ class Handler(BaseHTTPRequestHandler):
             return (("Allow", found[0].allow),)
         return ()
 
-    def _timed_out(self) -> RequestError:
+    def _timed_out(self, head: bool) -> RequestError:
+        part = "head" if head else "body"
+        limit_s = self.settings.head_timeout_s if head else self.settings.body_timeout_s
         return RequestError(
-            f"the request did not arrive within {self.settings.request_timeout_s:g} s",
+            f"the request's {part} did not arrive within {limit_s:g} s",
             status=408,
             code="request_timeout",
         )
@@ -337,27 +354,30 @@ class Handler(BaseHTTPRequestHandler):
         if reply.status == 503:
             self.close_connection = True  # a draining or failed server wants no idle connections
         head = self._head(reply.status, tuple(headers))
-        self.connection.settimeout(self.settings.write_timeout_s)
+        self._moved(Stage.ANSWERING)  # whatever came before, this is not to be cut
         self.answered = reply.status
-        self.connection.sendall(head if self.command == "HEAD" else head + reply.body)
+        self._writer.send(head if self.command == "HEAD" else head + reply.body)
 
-    def _open_stream(self, content_type: str, headers: Headers) -> _Stream:
+    def _open_stream(self, content_type: str, headers: Headers) -> Stream:
         """Head of an answer without a length: chunked, or until close for HTTP/1.0."""
         chunked = self.request_version >= "HTTP/1.1"
         self.close_connection |= not chunked
         headers = (*headers, ("Content-Type", content_type), ("Cache-Control", "no-cache"))
         if chunked:
             headers = (*headers, ("Transfer-Encoding", "chunked"))
-        self.connection.settimeout(self.settings.write_timeout_s)
         head = self._head(200, headers)
         self.answered = 200
-        return _Stream(self, head, chunked)
+        keep, self.close_connection = not self.close_connection, True  # until the body is complete
+        return Stream(
+            self._writer, head, chunked, lambda: setattr(self, "close_connection", not keep)
+        )
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class reports syntax errors of a request through this."""
         self.close_connection = True
         text = message or HTTPStatus(code).phrase
-        self._write_reply(error_reply(RequestError(text[:300], status=code, code="bad_request")))
+        error = RequestError(text[:300], status=code, code="bad_request")
+        self._write_reply(error_reply(made_room() if self._place.closed else error))
 
     def _log_access(self, started: float, note: str) -> None:
         self.server.context.metrics.http_responses.labels(str(self.answered or 499)).inc()
@@ -374,29 +394,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
-
-
-class _Stream:
-    """An open answer. The head travels with the first write: one packet less."""
-
-    def __init__(self, handler: Handler, head: bytes, chunked: bool) -> None:
-        self._handler = handler
-        self._head = head
-        self._chunked = chunked
-        self._keep = not handler.close_connection
-        handler.close_connection = True  # until end() says that the body is complete
-
-    def write(self, data: bytes) -> None:
-        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-        self._send(framed)
-
-    def end(self) -> None:
-        self._send(b"0\r\n\r\n" if self._chunked else b"")
-        self._handler.close_connection = not self._keep
-
-    def _send(self, data: bytes) -> None:
-        head, self._head = self._head, b""
-        try:
-            self._handler.connection.sendall(head + data)
-        except OSError as error:
-            raise ClientGone from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from k3serve.errors import RequestError
@@ -41,6 +42,8 @@ def json_reply(
 def error_type(status: int) -> str:
     if status == 401:
         return "authentication_error"
+    if status == 504:
+        return "timeout_error"
     if status == 429:
         return "rate_limit_error"
     return "server_error" if status >= 500 else "invalid_request_error"
@@ -74,3 +77,40 @@ def internal_error() -> RequestError:
         status=500,
         code="internal_error",
     )
+
+
+def status_line(status: int) -> str:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "Unknown"
+    return f"HTTP/1.1 {status} {phrase}\r\n"
+
+
+def too_many_connections(limit: int) -> RequestError:
+    return RequestError(
+        f"all of this server's {limit} connections are busy; retry later",
+        status=503,
+        code="too_many_connections",
+        retry_after_s=1.0,
+    )
+
+
+def made_room() -> RequestError:
+    """For a request that was still arriving when its place was given to another client."""
+    return RequestError(
+        "the request arrived too slowly while other clients waited for a connection; retry later",
+        status=503,
+        code="too_many_connections",
+        retry_after_s=1.0,
+    )
+
+
+def busy_answer(limit: int) -> bytes:
+    """The whole answer for a connection that finds no place at all."""
+    body = dumps(envelope(too_many_connections(limit)))
+    head = (
+        f"{status_line(503)}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Retry-After: 1\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

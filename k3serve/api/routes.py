@@ -25,6 +25,7 @@ class Route:
     methods: dict[str, Endpoint]
     open_end: bool = False
     public: bool = False  # needs no API key
+    generates: bool = False  # takes a slot: refused at once while none can be had
 
     @property
     def allow(self) -> str:
@@ -44,8 +45,8 @@ ROUTES: dict[str, Route] = {
     "/tokenizer_info": Route({"GET": tokenize.tokenizer_info}),
     "/tokenize": Route({"POST": tokenize.tokenize}),
     "/detokenize": Route({"POST": tokenize.detokenize}),
-    "/v1/completions": Route({"POST": completions.completions}),
-    "/v1/chat/completions": Route({"POST": chat.chat_completions}),
+    "/v1/completions": Route({"POST": completions.completions}, generates=True),
+    "/v1/chat/completions": Route({"POST": chat.chat_completions}, generates=True),
 }
 
 

@@ -114,6 +114,18 @@ class SamplingBody(_Body):
     add_special_tokens: Flag | None = None  # K3 prompts have none to add: both values are honoured
     return_token_ids: Flag | None = None
     speculate: Flag | None = None
+    timeout: (
+        Annotated[
+            float,
+            Field(
+                gt=0,
+                le=86_400,
+                allow_inf_nan=False,
+                description="a number of seconds above 0 and at most 86400",
+            ),
+        ]
+        | None
+    ) = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = Field(
         None, description="an object with include_usage and continuous_usage_stats"

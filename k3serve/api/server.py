@@ -6,6 +6,7 @@ Try it: `server.serve(executor, tokenizer, settings)` returns a running server; 
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -14,9 +15,11 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from k3serve.api.connections import Connections, watch_peer
 from k3serve.api.context import Context
 from k3serve.api.framing import linger
-from k3serve.api.handler import Handler, busy_answer
+from k3serve.api.handler import Handler
+from k3serve.api.replies import busy_answer
 from k3serve.api.settings import ApiSettings
 from k3serve.errors import ConfigError
 from k3serve.metrics import Metrics
@@ -31,17 +34,18 @@ class ApiServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
-    request_queue_size = 128
+    request_queue_size = 1024
 
     def __init__(self, context: Context) -> None:
         settings = context.settings
         if ":" in settings.host:
             self.address_family = socket.AF_INET6
         self.context = context
-        self._free = threading.BoundedSemaphore(settings.max_connections)
+        self.connections = Connections(settings.max_connections)
         self._lingering: set[int] = set()
         self._answers = threading.Condition()
         self._answering = 0
+        self._pause = threading.Event()  # never set
         super().__init__((settings.host, settings.port), Handler)
         self._thread = threading.Thread(target=self._serve, name="k3serve-http", daemon=True)
         self._thread.start()
@@ -82,20 +86,31 @@ class ApiServer(ThreadingHTTPServer):
                 self._answers.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if self.connections.admit(request) is None:
             self._refuse(request)
             return
         try:
+            watch_peer(request, self.context.settings.send_buffer_bytes)
             super().process_request(request, client_address)
         except BaseException:
-            self._free.release()
+            self.connections.leave(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.connections.leave(request)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Where file descriptors run out, one that waits goes, and nobody spins meanwhile."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.connections.make_room()
+                self._pause.wait(0.05)
+            raise
 
     def _refuse(self, request: socket.socket) -> None:
         """Runs on the accepting thread, so it must not wait for the peer."""

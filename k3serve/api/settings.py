@@ -28,8 +28,12 @@ class ApiSettings:
     max_body_bytes: int = 32 * 1024 * 1024
     max_connections: int = 512
     idle_timeout_s: float = 75.0  # a kept connection without a request
-    request_timeout_s: float = 60.0  # head and body of one request, together
+    head_timeout_s: float = 10.0  # a request's first line and headers
+    body_timeout_s: float = 30.0  # its body, and the time that its bytes take at a slow link's rate
+    request_timeout_s: float = 3600.0  # from the queue to the last token; 0: no limit
     write_timeout_s: float = 30.0  # a client that does not read
+    send_buffer_bytes: int = 256 * 1024  # what the kernel keeps for such a client
+    max_outbox: int = 1024  # events that wait for such a client before its request is cancelled
     gone_check_s: float = 0.25  # how often a waiting request looks whether its client is there
 
     @property

@@ -6,6 +6,7 @@ Rule: `data: ` with the blank, no comments, no event names; [DONE] only after a 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from k3serve.api.exchange import Exchange, Headers, StreamBody
@@ -22,6 +23,7 @@ class EventStream:
         self._exchange = exchange
         self._headers = headers
         self._body: StreamBody | None = None
+        self.while_blocked: Callable[[], None] | None = None
 
     @property
     def started(self) -> bool:
@@ -42,6 +44,7 @@ class EventStream:
         if not isinstance(error, RequestError):
             log.exception("a stream failed")
             error = internal_error()
+        self.while_blocked = None  # what failed would only fail again
         self._write(b"data: " + dumps(envelope(error)) + b"\n\n")
 
     def _write(self, data: bytes) -> None:
@@ -49,4 +52,4 @@ class EventStream:
             self._body = self._exchange.open_stream(
                 "text/event-stream; charset=utf-8", self._headers
             )
-        self._body.write(data)
+        self._body.write(data, self.while_blocked)

@@ -37,6 +37,9 @@ class Mailbox:
         except queue.Empty:
             return None
 
+    def waiting(self) -> int:
+        return self._events.qsize()
+
 
 class Inbox:
     """Requests and cancels in order of arrival; the mailboxes of open requests; STARTING ..
