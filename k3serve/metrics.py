@@ -118,6 +118,17 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.engine_restarts = Counter(
+            "k3serve_engine_restarts",
+            "Engines started again after a failure.",
+            registry=self.registry,
+        )
+        self.resumed_requests = Counter(
+            "k3serve_resumed_requests",
+            "Requests that went on in another engine.",
+            registry=self.registry,
+        )
+
     def _counter(self, name: str, doc: str) -> Counter:
         return Counter(name, doc, _LABELS, registry=self.registry).labels(*self._labels)
 
@@ -134,9 +145,14 @@ class Metrics:
             gauge = Gauge(name, doc, _LABELS, registry=self.registry)
             gauge.labels(*self._labels).set_function(read)
 
-    def ticked(self, times: TickTimes) -> None:
-        """One tick came back, and where the time since the one before it went."""
+    def ticked(self, times: TickTimes, tokens: int, compilations: int) -> None:
+        """One tick came back: where the time since the one before it went, its prompt and
+        generated tokens, and programs compiled meanwhile.
+        """
         self.ticks.inc()
+        if tokens:
+            self.iteration_tokens.observe(tokens)
+        self.compilations_after_ready.inc(compilations)
         for phase, counter in self._phases.items():
             counter.inc(getattr(times, phase))
         self.device_idle.inc(times.device_idle)

@@ -1,13 +1,12 @@
 """From settings to an engine that is ready to tick; what serving and scoring share.
 
-Rule: runs the same on every host, leader or follower; only load_tokenizer loads text.
+Rule: runs the same on every host, leader or follower.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -27,6 +26,7 @@ from k3serve.config import TargetConfig
 from k3serve.draft_config import DraftConfig
 from k3serve.errors import HostFailure
 from k3serve.model.acceptance import Rule
+from k3serve.process import exit_now
 from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
@@ -160,21 +160,6 @@ class Progress:
         log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
 
 
-def exit_now(status: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def start_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    for noisy in ("jax", "absl"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
 def end_on_failure(failure: HostFailure) -> NoReturn:
     """Ends the process past JAX's clean-up, which waits for dead peers or for a tick that hangs.
 
@@ -182,13 +167,3 @@ def end_on_failure(failure: HostFailure) -> NoReturn:
     """
     log.error("host failure: %s", failure)
     exit_now(1)
-
-
-def load_tokenizer(checkpoint: Path) -> Any:
-    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
-    from k3serve.text.tokenizer import Tokenizer
-
-    if not (checkpoint / "tiktoken.model").exists():
-        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
-        return None
-    return Tokenizer.load(checkpoint)
