@@ -36,7 +36,9 @@ def is_child() -> bool:
 class LocalHosts:
     """The hosts of one run. close() ends what is left of them."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], write_end: int) -> None:
+    def __init__(
+        self, processes: list[subprocess.Popen[bytes]], write_end: int | None = None
+    ) -> None:
         self.processes = processes
         self._write_end = write_end  # the hosts see its end of file when this process dies
         self._end_by: float | None = None
@@ -77,7 +79,9 @@ class LocalHosts:
         self.kill()
         for host in self.processes:
             host.wait()
-        os.close(self._write_end)
+        if self._write_end is not None:
+            os.close(self._write_end)
+            self._write_end = None
 
 
 def start_hosts(flags: list[str], count: int | None = None, link: int | None = None) -> LocalHosts:
