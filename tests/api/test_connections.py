@@ -150,7 +150,7 @@ def test_a_reader_too_far_behind_is_cancelled_long_before_the_time_out(start_ser
 
 def test_a_full_queue_refuses_before_the_body_is_read(start_server: Any) -> None:
     served = start_server()
-    served.executor.limits["max_queue"] = 0
+    served.executor.limits |= {"max_slots": 0, "max_queue": 0}
     with served.raw(post(b"")[:-4].replace(b": 0", b": 99") + b"\r\n\r\n") as sock:
         sock.shutdown(socket.SHUT_WR)
         answer = read_all(sock)
