@@ -378,6 +378,7 @@ class Handler(BaseHTTPRequestHandler):
         """The base class reports syntax errors of a request through this."""
         self.close_connection = True
         text = message or HTTPStatus(code).phrase
+        code = 400 if code >= 500 else code  # as for HTTP/2.0: no fault of this server
         error = RequestError(text[:300], status=code, code="bad_request")
         self._write_reply(error_reply(made_room() if self._place.closed else error))
 
