@@ -197,6 +197,7 @@ def _add_serve(verbs: Any) -> None:
     add(http, "allowed-origin", _names, "O[,P]", "CORS origins allowed (off without)",
         dest="allowed_origins", action=_Collect)  # fmt: skip
     add(http, "max-body-mib", int, "N", "largest request body")
+    add(http, "body-memory-mib", int, "N", "memory for all bodies together, estimated; beyond, 503")
     add(http, "max-connections", int, "N", "connections open at once; beyond, idle ones are closed")
     add(http, "request-timeout", float, "S", "most time of a request, from the queue to its last "
         "token; 0: no limit", dest="request_timeout_s")  # fmt: skip

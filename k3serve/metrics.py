@@ -6,10 +6,11 @@ Try it: curl -s localhost:8000/metrics
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from k3serve.types import DraftStats, TickTimes
@@ -117,6 +118,9 @@ class Metrics:
             "Time in which work was to be done and the device had no tick queued; at most so much.",
             registry=self.registry,
         )
+        ProcessCollector(registry=self.registry)  # memory, descriptors, CPU time; on Linux
+        threads = Gauge("k3serve_threads", "Python threads.", registry=self.registry)
+        threads.set_function(threading.active_count)
 
         self.engine_restarts = Counter(
             "k3serve_engine_restarts",

@@ -42,6 +42,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_mib: int = 32
+    body_memory_mib: int = 512
     max_connections: int = 512
     request_timeout_s: float = 3600.0  # 0: none
     front: str = "process"
@@ -79,6 +80,7 @@ class ServeConfig:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_body_mib", 1, 4096),
+            ("body_memory_mib", 1, 1 << 20),
             ("max_connections", 1, 65536),
             ("max_slots", 1, 1024),
             ("page_tokens", 16, 4096),

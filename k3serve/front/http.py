@@ -42,6 +42,7 @@ def start_http(
         api_keys=config.api_keys,
         cors_origins=config.allowed_origins,
         max_body_bytes=config.max_body_mib << 20,
+        body_memory_bytes=config.body_memory_mib << 20,
         max_connections=config.max_connections,
         request_timeout_s=config.request_timeout_s,
     )
