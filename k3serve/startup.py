@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -34,6 +35,8 @@ from k3serve.runtime.snapshots import page_bytes, snapshot_bytes
 from k3serve.settings import ServeConfig
 
 log = logging.getLogger("k3serve")
+
+FLUSH_S = 2.0  # a full pipe of a log that nobody reads must not hold the end
 
 
 def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None) -> Engine:
@@ -161,6 +164,10 @@ class Progress:
 
 
 def exit_now(status: int) -> NoReturn:
+    """Ends the process past all clean-up. What was logged is written, if somebody still reads."""
+    unread = threading.Timer(FLUSH_S, os._exit, (status or 1,))
+    unread.daemon = True
+    unread.start()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -180,7 +187,9 @@ def end_on_failure(failure: HostFailure) -> NoReturn:
 
     A watchdog calls it while the main thread is blocked in a collective.
     """
-    log.error("host failure: %s", failure)
+    said = threading.Thread(target=log.error, args=("host failure: %s", failure), daemon=True)
+    said.start()
+    said.join(FLUSH_S)
     exit_now(1)
 
 
