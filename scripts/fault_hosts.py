@@ -81,15 +81,15 @@ class Namespaces:
 
     def build(self) -> None:
         _ip("netns", "add", self._hub)
-        _ip("-n", self._hub, "link", "add", "name", "br", "type", "bridge")
-        _ip("-n", self._hub, "link", "set", "br", "up")
+        _ip("-n", self._hub, "link", "add", "name", "hub0", "type", "bridge")
+        _ip("-n", self._hub, "link", "set", "dev", "hub0", "up")
         for host in range(self._hosts):
             space, end = self._space(host), f"to{host}"
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("link", "add", "name", end, "netns", self._hub, "type", "veth",
                 "peer", "name", "eth0", "netns", space)  # fmt: skip
-            _ip("-n", self._hub, "link", "set", end, "master", "br", "up")
+            _ip("-n", self._hub, "link", "set", end, "master", "hub0", "up")
             _ip("-n", space, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             # collectives listen at the address of the host's name
