@@ -255,7 +255,7 @@ def _add_serve(verbs: Any) -> None:
     add(hosts, "coordinator", str, "HOST:PORT", "where host 0 meets the others")
     add(hosts, "num-hosts", int, "N", "how many hosts take part")
     add(hosts, "host-id", int, "I", "which of them this is, from 0")
-    add(hosts, "connect-timeout", int, "S", "how long to wait for the other hosts",
+    add(hosts, "connect-timeout", int, "S", "how long a start may wait for another host",
         dest="connect_timeout_s")  # fmt: skip
 
 

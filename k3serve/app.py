@@ -24,7 +24,7 @@ from k3serve.link import LINK_FD
 from k3serve.local_hosts import watch_parent
 from k3serve.process import exit_now, start_logging
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import is_joined, tell_failure
+from k3serve.runtime.mesh import is_joined, leave, tell_failure, this_host
 from k3serve.settings import ServeConfig
 from k3serve.startup import build_engine, end_on_failure
 
@@ -62,13 +62,13 @@ def serve(config: ServeConfig) -> int:
             lead_for_front(engine, config, link)
         else:
             lead(engine, config, *prepared)
+        leave(config.tick_timeout_s)
     except HostFailure as error:
         end_on_failure(error)
     if link is not None:
         link.close()
     if jax.process_count() > 1:
-        jax.distributed.shutdown()  # a barrier: all hosts saw the stop and come here
-        exit_now(0)
+        exit_now(0)  # past JAX's own clean-up: it has left already
     return 0
 
 
@@ -98,7 +98,7 @@ def end_failed_start(error: Exception) -> NoReturn:
     if own_fault:
         tell_failure(str(error))
     if is_joined():
-        time.sleep(MEETING_POINT_GRACE_S if jax.process_index() == 0 else OTHERS_GRACE_S)
+        time.sleep(MEETING_POINT_GRACE_S if this_host() == 0 else OTHERS_GRACE_S)
     exit_now(2 if own_fault else 1)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -26,7 +27,7 @@ from k3serve.config import TargetConfig
 from k3serve.draft_config import DraftConfig
 from k3serve.errors import HostFailure
 from k3serve.model.acceptance import Rule
-from k3serve.process import exit_now
+from k3serve.process import FLUSH_S, exit_now
 from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
@@ -165,5 +166,7 @@ def end_on_failure(failure: HostFailure) -> NoReturn:
 
     A watchdog calls it while the main thread is blocked in a collective.
     """
-    log.error("host failure: %s", failure)
+    said = threading.Thread(target=log.error, args=("host failure: %s", failure), daemon=True)
+    said.start()
+    said.join(FLUSH_S)
     exit_now(1)
