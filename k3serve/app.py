@@ -19,6 +19,7 @@ import jax
 
 from k3serve.errors import CheckpointError, ConfigError, HostFailure
 from k3serve.local_hosts import watch_parent
+from k3serve.runtime.compiling import is_compiling
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import is_joined, tell_failure
 from k3serve.settings import NANO, ServeConfig
@@ -47,8 +48,12 @@ def serve(config: ServeConfig) -> int:
     try:
         engine = build_engine(config, joined=lambda: prepared.extend(prepare(config)))
     except (ConfigError, CheckpointError, HostFailure) as error:
-        if isinstance(error, HostFailure) or is_joined():
+        if isinstance(error, HostFailure) or is_joined() or is_compiling():
             end_failed_start(error)
+        raise
+    except KeyboardInterrupt:
+        if is_compiling():
+            exit_now(128 + signal.SIGINT)
         raise
     try:
         if jax.process_index() == 0:
@@ -64,10 +69,11 @@ def serve(config: ServeConfig) -> int:
 
 
 def end_failed_start(error: Exception) -> NoReturn:
-    """Ends a host of several that cannot start, so that the others end too, each with its reason.
+    """Ends a host that cannot start: if one of several, so that the others end too, each with its
+    reason.
 
-    Past JAX's own clean-up, which waits for all hosts. The one where the hosts meet goes last: JAX
-    aborts whoever finds it gone.
+    Past JAX's own clean-up, which waits for all hosts, and for a compilation. The host where the
+    others meet goes last: JAX aborts whoever finds it gone.
     """
     own_fault = not isinstance(error, HostFailure)
     log.error("%s", error if own_fault else f"host failure: {error}")

@@ -154,6 +154,15 @@ def tell_failure(reason: str) -> None:
         client.key_value_set(f"k3serve/failed/{jax.process_index()}", reason)
 
 
+def check_others() -> None:
+    """Raises HostFailure if another host has told that it cannot start."""
+    client = _client()
+    if client is None:
+        return
+    for host, reason in _told(client, "failed").items():
+        raise HostFailure(f"host {host} could not start: {reason}")
+
+
 def is_joined() -> bool:
     """Whether this host is one of several that have met."""
     return _client() is not None
@@ -179,8 +188,7 @@ def _exchange(topic: str, value: str, timeout_s: float) -> dict[int, str]:
         told = _told(client, topic)
         if len(told) == count:
             return told
-        for host, reason in _told(client, "failed").items():
-            raise HostFailure(f"host {host} could not start: {reason}")
+        check_others()
         if time.monotonic() > deadline:
             missing = ", ".join(str(i) for i in range(count) if i not in told)
             raise HostFailure(
