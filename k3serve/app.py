@@ -23,6 +23,7 @@ from k3serve.errors import CheckpointError, ConfigError, HostFailure
 from k3serve.link import LINK_FD
 from k3serve.local_hosts import watch_parent
 from k3serve.process import exit_now, start_logging
+from k3serve.runtime.compiling import is_compiling
 from k3serve.runtime.engine import Engine
 from k3serve.runtime.mesh import is_joined, leave, tell_failure, this_host
 from k3serve.settings import ServeConfig
@@ -52,8 +53,12 @@ def serve(config: ServeConfig) -> int:
     try:
         engine = build_engine(config, joined)
     except (ConfigError, CheckpointError, HostFailure) as error:
-        if isinstance(error, HostFailure) or is_joined():
+        if isinstance(error, HostFailure) or is_joined() or is_compiling():
             end_failed_start(error)
+        raise
+    except KeyboardInterrupt:
+        if is_compiling():
+            exit_now(128 + signal.SIGINT)
         raise
     try:
         if jax.process_index() != 0:
@@ -88,10 +93,11 @@ def _ignore_signals() -> None:
 
 
 def end_failed_start(error: Exception) -> NoReturn:
-    """Ends a host of several that cannot start, so that the others end too, each with its reason.
+    """Ends a host that cannot start: if one of several, so that the others end too, each with its
+    reason.
 
-    Past JAX's own clean-up, which waits for all hosts. The one where the hosts meet goes last: JAX
-    aborts whoever finds it gone.
+    Past JAX's own clean-up, which waits for all hosts, and for a compilation. The host where the
+    others meet goes last: JAX aborts whoever finds it gone.
     """
     own_fault = not isinstance(error, HostFailure)
     log.error("%s", error if own_fault else f"host failure: {error}")

@@ -58,7 +58,7 @@ def test_without_a_tokenizer_the_configs_end_token_ends_a_request() -> None:
 def test_a_taken_port_is_found_before_the_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "load", lambda *_, **__: pytest.fail("loads the weights"))
+    monkeypatch.setattr(startup, "_read", lambda *_, **__: pytest.fail("reads the weights"))
     monkeypatch.setattr(app, "watch_parent", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
