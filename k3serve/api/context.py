@@ -46,6 +46,7 @@ class Context:
     tokenizer: Any  # Tokenizer | None; Any because text.channels wants its own richer type
     settings: ApiSettings
     metrics: Metrics
+    longest_token: int = 0  # bytes; 0: not known, and long texts are encoded to be counted
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -78,6 +79,17 @@ class Context:
                 code="no_tokenizer",
             )
         return self.tokenizer
+
+    def check_fits(self, characters: int, param: str) -> None:
+        """Refuses a text that no encoding brings into the context: 32 MiB would take seconds."""
+        limit = self.executor.capacity().max_context
+        if self.longest_token and characters > limit * self.longest_token:
+            raise RequestError(
+                f"this model's maximum context length is {limit} tokens; {param} has {characters} "
+                f"characters, and no token has more than {self.longest_token}",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def check_model(self, name: str | None) -> str:
         """The name to report; 404 for a model that is not served here."""

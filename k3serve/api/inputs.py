@@ -46,6 +46,7 @@ def _encode(context: Context, text: str, param: str) -> tuple[int, ...]:
     """Special strings become their single id, as in /tokenize: a raw prompt may carry them."""
     if not text:
         raise RequestError(f"{param} is empty; send at least one token", param=param)
+    context.check_fits(len(text), param)
     return tuple(context.need_tokenizer(param).encode(text, allow_special=True))
 
 

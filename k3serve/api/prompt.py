@@ -54,6 +54,8 @@ def chat_prompt(context: Context, body: ChatBody | TokenizeBody, ignored: list[s
         add_generation_prompt=add_prompt,
         continue_final=go_on,
     )
+    if isinstance(body, ChatBody):  # /tokenize counts texts of any length
+        context.check_fits(sum(len(fragment.text) for fragment in fragments), "messages")
     return ChatPrompt(
         tuple(chat_text.encode_chat(tokenizer, fragments)),
         chat_text.open_channel(fragments),

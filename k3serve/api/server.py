@@ -170,6 +170,9 @@ def serve(
         lambda: executor.capacity().running,
         lambda: executor.capacity().waiting,
     )
-    server = ApiServer(Context(executor, tokenizer, settings, metrics))
+    longest = (
+        max(map(len, map(tokenizer.token_bytes, range(tokenizer.vocab_size)))) if tokenizer else 0
+    )
+    server = ApiServer(Context(executor, tokenizer, settings, metrics, longest))
     log.info("listening on %s port %d", settings.host, server.port)
     return server

@@ -208,3 +208,27 @@ def test_error_messages_stay_short(served: Served) -> None:
 def test_prompt_of_a_million_ids(served: Served) -> None:
     got = served.complete(prompt=[65] * 1_000_000)
     assert got.status == 400 and got.error["code"] == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_never_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = served.server.context.longest_token
+    assert longest > 1
+    fits, too_long = "x" * (4096 * longest), "x" * (4096 * longest + 1)
+    assert "4096 tokens" in served.complete(prompt=fits).error["message"]  # encoded and counted
+    assert served.ask("POST", "/tokenize", {"prompt": too_long}).json["count"] == len(too_long)
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(served.tokenizer, "encode", encode)
+    message = {"role": "user", "content": too_long}
+    for got, param in (
+        (served.complete(prompt=too_long), "prompt"),
+        (served.complete(prompt=["a" * 5000 * longest]), "prompt[0]"),
+        (served.chat(messages=[message]), "messages"),
+    ):
+        assert got.status == 400 and got.error["param"] == param
+        assert got.error["code"] == "context_length_exceeded"
+        assert "characters" in got.error["message"]
