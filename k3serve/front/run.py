@@ -166,6 +166,8 @@ class Front:
             case wire.Joined():
                 life.leads = message.leads
                 life.link.send(self._prepare() if message.leads else wire.Go())
+            case wire.Beat(resident_bytes):
+                self._metrics.engine_memory.set(resident_bytes)
             case wire.Ready():
                 self._ready(life, message)
             case wire.Failed():
