@@ -176,6 +176,15 @@ def leave(timeout_s: float) -> None:
         )  # fmt: skip
 
 
+def check_others() -> None:
+    """Raises HostFailure if another host has told that it cannot start."""
+    client = _client()
+    if client is None:
+        return
+    for host, reason in _told(client, "failed").items():
+        raise HostFailure(f"host {host} could not start: {reason}")
+
+
 def is_joined() -> bool:
     """Whether this host is one of several that have met."""
     return _client() is not None
@@ -233,8 +242,7 @@ def _poll(client: Any, count: int, topic: str, value: str, timeout_s: float) -> 
         told = _told(client, topic)
         if len(told) == count:
             return told
-        for host, reason in _told(client, "failed").items():
-            raise HostFailure(f"host {host} could not start: {reason}")
+        check_others()
         if time.monotonic() > deadline:
             missing = ", ".join(str(i) for i in range(count) if i not in told)
             raise HostFailure(

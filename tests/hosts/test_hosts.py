@@ -45,7 +45,7 @@ def answers_and_end(count: int, signum: int) -> list[dict[str, Any]]:
     """One whole run: answers, then a signal that ends all hosts with status 0."""
     with Server(*FLAGS, "--hosts", str(count)) as server:
         hosts = server.children()
-        assert len(hosts) == (count if count > 1 else 0)
+        assert len(hosts) == count
         found = answers(server)
         assert server.stop(signum) == 0, "".join(server.log[-20:])
         assert not any(is_alive(pid) for pid in hosts)
@@ -95,7 +95,7 @@ def test_a_signal_during_the_start_ends_all_hosts() -> None:
             assert any("compiling the tick" in line for line in launcher.stderr)
             hosts = [child.pid for child in psutil.Process(launcher.pid).children()]
             launcher.terminate()
-            assert launcher.wait(10) == 128 + signal.SIGTERM
+            assert launcher.wait(10) == 0
             assert not any(is_alive(pid) for pid in hosts)
         finally:
             launcher.kill()
