@@ -54,7 +54,7 @@ def test_a_settings_error_found_by_the_compiler_keeps_its_words() -> None:
     def refuses() -> NoReturn:
         raise ConfigError("3 ranks do not divide the heads")
 
-    with pytest.raises(ConfigError, match="^3 ranks do not divide the heads$"):
+    with pytest.raises(ConfigError, match=r"^3 ranks do not divide the heads$"):
         Compiling(refuses).result()
 
 
