@@ -18,7 +18,7 @@ from typing import Any
 try:
     VERSION = metadata.version("k3serve")
     from k3serve.errors import CheckpointError, ConfigError, HostFailure, RequestError
-    from k3serve.settings import ACCEPTANCE, DTYPES, EXPERT_FORMATS, NANO, ServeConfig
+    from k3serve.settings import ACCEPTANCE, DTYPES, EXPERT_FORMATS, FRONTS, NANO, ServeConfig
 except ModuleNotFoundError as error:
     print(
         f"k3serve: {sys.executable} lacks what k3serve needs ({error}): write `sh launch/local.sh` "
@@ -84,12 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(options: dict[str, Any]) -> int:
     options["api_keys"] = options["api_keys"] or _names_of(os.environ.get(API_KEYS, ""))
     config = ServeConfig(**options)
-    if config.hosts is not None and config.hosts > 1:
+    from k3serve.local_hosts import is_child, run_hosts
+
+    local = config.hosts or 1
+    if local > 1:
         from k3serve.api.server import check_address
-        from k3serve.local_hosts import run_hosts
 
         check_address(config.host, config.port)
-        return run_hosts(config.hosts, _own_flags())
+    if config.has_front() and not is_child():
+        from k3serve.front.run import run
+
+        return run(config, _own_flags())
+    if local > 1:
+        return run_hosts(local, _own_flags())
     from k3serve.app import serve
 
     return serve(config)
@@ -190,9 +197,18 @@ def _add_serve(verbs: Any) -> None:
     add(http, "allowed-origin", _names, "O[,P]", "CORS origins allowed (off without)",
         dest="allowed_origins", action=_Collect)  # fmt: skip
     add(http, "max-body-mib", int, "N", "largest request body")
+    add(http, "body-memory-mib", int, "N", "memory for all bodies together, estimated; beyond, 503")
     add(http, "max-connections", int, "N", "connections open at once; beyond, idle ones are closed")
     add(http, "request-timeout", float, "S", "most time of a request, from the queue to its last "
         "token; 0: no limit", dest="request_timeout_s")  # fmt: skip
+
+    add(http, "front", str, "FORM", "process: HTTP outlives the engine and is off its interpreter; "
+        "thread: both in one process", choices=FRONTS)  # fmt: skip
+    http.add_argument("--restart", action="store_true",
+                      help="start the hosts again when one failed; HTTP answers 503 meanwhile. "
+                      "Say so on every host")  # fmt: skip
+    http.add_argument("--resume", action="store_true",
+                      help="with --restart: open requests go on where they stopped")  # fmt: skip
 
     engine = serve.add_argument_group("engine (equal on all hosts)")
     add(engine, "max-slots", int, "N", "sequences that run at once")
@@ -239,7 +255,7 @@ def _add_serve(verbs: Any) -> None:
     add(hosts, "coordinator", str, "HOST:PORT", "where host 0 meets the others")
     add(hosts, "num-hosts", int, "N", "how many hosts take part")
     add(hosts, "host-id", int, "I", "which of them this is, from 0")
-    add(hosts, "connect-timeout", int, "S", "how long to wait for the other hosts",
+    add(hosts, "connect-timeout", int, "S", "how long a start may wait for another host",
         dest="connect_timeout_s")  # fmt: skip
 
 

@@ -1,40 +1,38 @@
 """Puts the layers together: the only file that sees all of them.
 
 serve() runs one host: join the others, load its share of the weights, compile the tick, then lead
-(process 0: tokenizer, scheduler, HTTP) or follow. Rule: what only the leader needs is imported in
-the leader's functions, so a follower never loads api, text or scheduler.
+(process 0: scheduler; tokenizer and HTTP here or in a front of its own) or follow. Rule: what only
+the leader needs is imported in the leader's functions, so a follower never loads api, text or
+scheduler.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, NoReturn
 
 import jax
 
 from k3serve.errors import CheckpointError, ConfigError, HostFailure
+from k3serve.link import LINK_FD
 from k3serve.local_hosts import watch_parent
+from k3serve.process import exit_now, start_logging
+from k3serve.runtime.compiling import is_compiling
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import is_joined, tell_failure
-from k3serve.settings import NANO, ServeConfig
-from k3serve.startup import (
-    build_engine,
-    end_on_failure,
-    exit_now,
-    load_tokenizer,
-    start_logging,
-)
+from k3serve.runtime.mesh import is_joined, leave, tell_failure, this_host
+from k3serve.settings import ServeConfig
+from k3serve.startup import build_engine, end_on_failure
 
 log = logging.getLogger("k3serve")
 
 FAILURE_GRACE_S = 0.5
 OTHERS_GRACE_S, MEETING_POINT_GRACE_S = 0.5, 2.0  # when a start fails
-ANSWERS_GRACE_S = 5.0  # for answers that are complete but not yet written when the run ends
 # Any thread may take a signal, but its handler runs in the main thread, once that wakes up.
 WAKE_S = 0.2
 
@@ -43,50 +41,83 @@ def serve(config: ServeConfig) -> int:
     """Runs this host until it is told to stop; returns the process's exit status."""
     start_logging()
     watch_parent()
+    link = _front_link()
     prepared: list[Any] = []  # the leader's tokenizer
+
+    def joined() -> None:
+        if link is not None:
+            link.joined(leads=jax.process_index() == 0)
+        else:
+            prepared.extend(prepare(config))
+
     try:
-        engine = build_engine(config, joined=lambda: prepared.extend(prepare(config)))
+        engine = build_engine(config, joined)
     except (ConfigError, CheckpointError, HostFailure) as error:
-        if isinstance(error, HostFailure) or is_joined():
+        if isinstance(error, HostFailure) or is_joined() or is_compiling():
             end_failed_start(error)
         raise
+    except KeyboardInterrupt:
+        if is_compiling():
+            exit_now(128 + signal.SIGINT)
+        raise
     try:
-        if jax.process_index() == 0:
-            lead(engine, config, *prepared)
+        if jax.process_index() != 0:
+            follow(engine, config, link)
+        elif link is not None:
+            lead_for_front(engine, config, link)
         else:
-            follow(engine, config)
+            lead(engine, config, *prepared)
+        leave(config.tick_timeout_s)
     except HostFailure as error:
         end_on_failure(error)
+    if link is not None:
+        link.close()
     if jax.process_count() > 1:
-        jax.distributed.shutdown()  # a barrier: all hosts saw the stop and come here
-        exit_now(0)
+        exit_now(0)  # past JAX's own clean-up: it has left already
     return 0
 
 
-def end_failed_start(error: Exception) -> NoReturn:
-    """Ends a host of several that cannot start, so that the others end too, each with its reason.
+def _front_link() -> Any:
+    """The link to the front that started this process, which alone hears signals; else None."""
+    if LINK_FD not in os.environ:
+        return None
+    from k3serve.lockstep.for_front import front_link
 
-    Past JAX's own clean-up, which waits for all hosts. The one where the hosts meet goes last: JAX
-    aborts whoever finds it gone.
+    _ignore_signals()
+    return front_link()
+
+
+def _ignore_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def end_failed_start(error: Exception) -> NoReturn:
+    """Ends a host that cannot start: if one of several, so that the others end too, each with its
+    reason.
+
+    Past JAX's own clean-up, which waits for all hosts, and for a compilation. The host where the
+    others meet goes last: JAX aborts whoever finds it gone.
     """
     own_fault = not isinstance(error, HostFailure)
     log.error("%s", error if own_fault else f"host failure: {error}")
     if own_fault:
         tell_failure(str(error))
     if is_joined():
-        time.sleep(MEETING_POINT_GRACE_S if jax.process_index() == 0 else OTHERS_GRACE_S)
+        time.sleep(MEETING_POINT_GRACE_S if this_host() == 0 else OTHERS_GRACE_S)
     exit_now(2 if own_fault else 1)
 
 
 # ------------------------------------------------------------------------------------- roles
 
 
-def follow(engine: Engine, config: ServeConfig) -> None:
+def follow(engine: Engine, config: ServeConfig, link: Any = None) -> None:
     """A follower's life: tick until the leader's plan says stop."""
     from k3serve.lockstep.follower import follow as follow_leader
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the leader drains, then tells every host
+    _ignore_signals()  # the leader drains, then tells every host
+    if link is not None:
+        link.serve(None, engine.shape)
     log.info("host %d of %d follows", jax.process_index(), jax.process_count())
     follow_leader(
         engine,
@@ -101,6 +132,8 @@ def follow(engine: Engine, config: ServeConfig) -> None:
 
 def lead(engine: Engine, config: ServeConfig, tokenizer: Any) -> None:
     """The leader's life: schedule, speak HTTP, drain when asked to stop."""
+    from k3serve.front.http import ANSWERS_GRACE_S, announce, model_names, start_http
+    from k3serve.lockstep.leader import TickStats
     from k3serve.metrics import Metrics
 
     changed = threading.Event()  # a signal came, or the run failed
@@ -115,18 +148,21 @@ def lead(engine: Engine, config: ServeConfig, tokenizer: Any) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, on_signal)
-    name = model_names(config)[0]
-    metrics = Metrics(name)
-    leader = start_leader(engine, config, metrics, on_failure=lambda failure: changed.set())
-    while not leader.wait_ready(WAKE_S):
-        if leader.wait_ended(0.0):
-            raise leader.failure or HostFailure("the first tick did not come back")
+    metrics = Metrics(model_names(config)[0])
+
+    def on_tick(stats: TickStats, compilations: int) -> None:
+        metrics.ticked(stats.times, stats.prompt_tokens + stats.tokens, compilations)
+
+    leader = start_leader(
+        engine, config, on_tick, on_failure=lambda failure: changed.set(), queue=config.max_queue
+    )
+    _until_ready(leader)
     try:
-        server = start_http(leader, engine, config, tokenizer, metrics)
+        server = start_http(leader, engine.config, config, tokenizer, metrics)
     except BaseException:
         leader.stop()  # else the other hosts would wait for its next tick
         raise
-    _announce(config, server.port, name)
+    announce(config, server.port)
     _until(changed.wait)
     if leader.failure is not None:
         # the open requests have their error already; give the threads that write it a moment
@@ -141,6 +177,27 @@ def lead(engine: Engine, config: ServeConfig, tokenizer: Any) -> None:
     log.info("stopped")
 
 
+def lead_for_front(engine: Engine, config: ServeConfig, link: Any) -> None:
+    """The same for a front in another process, which speaks HTTP and says when to stop."""
+
+    def on_failure(failure: HostFailure) -> None:
+        link.failed(failure)
+
+    # the front keeps the queue's limit; what it cancelled may still be open here
+    leader = start_leader(engine, config, link.ticked, on_failure, queue=sys.maxsize)
+    _until_ready(leader)
+    link.serve(leader, engine.shape)
+    _until(leader.wait_ended)
+    if leader.failure is not None:
+        raise leader.failure
+
+
+def _until_ready(leader: Any) -> None:
+    while not leader.wait_ready(WAKE_S):
+        if leader.wait_ended(0.0):
+            raise leader.failure or HostFailure("the first tick did not come back")
+
+
 def _until(wait: Callable[[float], bool]) -> None:
     while not wait(WAKE_S):
         pass
@@ -149,63 +206,36 @@ def _until(wait: Callable[[float], bool]) -> None:
 def start_leader(
     engine: Engine,
     config: ServeConfig,
-    metrics: Any,
+    on_tick: Callable[[Any, int], None],
     on_failure: Callable[[HostFailure], None],
+    queue: int,
 ) -> Any:
-    """A lockstep.leader.Leader whose first tick is on its way."""
+    """A lockstep.leader.Leader whose first tick is on its way.
+
+    on_tick gets each tick's TickStats, and how many programs were compiled since the one before.
+    """
     from k3serve.lockstep.leader import Leader, TickStats
 
     engine.compilations.reset()
 
-    def on_tick(stats: TickStats) -> None:
-        metrics.ticked(stats.times)
-        if tokens := stats.prompt_tokens + stats.tokens:
-            metrics.iteration_tokens.observe(tokens)
+    def ticked(stats: TickStats) -> None:
         late = engine.compilations.take()
         if late:
-            metrics.compilations_after_ready.inc(late)
             log.warning("%d programs were compiled after start-up", late)
+        on_tick(stats, late)
 
     leader = Leader(
         engine,
         engine.shape,
-        max_queue=config.max_queue,
+        max_queue=queue,
         tick_timeout_s=config.tick_timeout_s,
         start_timeout_s=config.connect_timeout_s,
         sync=config.sync,
         on_failure=on_failure,
-        on_tick=on_tick,
+        on_tick=ticked,
     )
     leader.start()
     return leader
-
-
-def start_http(
-    leader: Any, engine: Engine, config: ServeConfig, tokenizer: Any, metrics: Any
-) -> Any:
-    """The HTTP server of a leader, already listening."""
-    from k3serve.api.server import cannot_listen
-    from k3serve.api.server import serve as serve_http
-    from k3serve.api.settings import ApiSettings
-
-    settings = ApiSettings(
-        vocab_size=engine.config.vocab_size,
-        eos_ids=(engine.config.eos_token_id,) if tokenizer is None else (),
-        host=config.host,
-        port=config.port,
-        served_model_names=model_names(config),
-        model_root=str(config.checkpoint),
-        version=metadata.version("k3serve"),
-        api_keys=config.api_keys,
-        cors_origins=config.allowed_origins,
-        max_body_bytes=config.max_body_mib << 20,
-        max_connections=config.max_connections,
-        request_timeout_s=config.request_timeout_s,
-    )
-    try:
-        return serve_http(leader, tokenizer, settings, metrics)
-    except OSError as error:
-        raise cannot_listen(config.host, config.port, error) from error
 
 
 def prepare(config: ServeConfig) -> list[Any]:
@@ -215,18 +245,7 @@ def prepare(config: ServeConfig) -> list[Any]:
     if jax.process_index() != 0:
         return []
     from k3serve.api.server import check_address
+    from k3serve.text.tokenizer import load_tokenizer
 
     check_address(config.host, config.port)
     return [load_tokenizer(config.checkpoint)]
-
-
-def model_names(config: ServeConfig) -> tuple[str, ...]:
-    if config.served_model_names:
-        return config.served_model_names
-    return ("k3-nano" if config.checkpoint == NANO else config.checkpoint.resolve().name,)
-
-
-def _announce(config: ServeConfig, port: int, name: str) -> None:
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    log.info("%s is ready: %s", name, url)

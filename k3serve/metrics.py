@@ -6,10 +6,11 @@ Try it: curl -s localhost:8000/metrics
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from k3serve.types import DraftStats, TickTimes
@@ -117,6 +118,25 @@ class Metrics:
             "Time in which work was to be done and the device had no tick queued; at most so much.",
             registry=self.registry,
         )
+        ProcessCollector(registry=self.registry)  # memory, descriptors, CPU time; on Linux
+        threads = Gauge("k3serve_threads", "Python threads.", registry=self.registry)
+        threads.set_function(threading.active_count)
+
+        self.engine_memory = Gauge(
+            "k3serve_engine_resident_memory_bytes",
+            "Memory of the engine's process; 0 where that is the same process.",
+            registry=self.registry,
+        )
+        self.engine_restarts = Counter(
+            "k3serve_engine_restarts",
+            "Engines started again after a failure.",
+            registry=self.registry,
+        )
+        self.resumed_requests = Counter(
+            "k3serve_resumed_requests",
+            "Requests that went on in another engine.",
+            registry=self.registry,
+        )
 
     def _counter(self, name: str, doc: str) -> Counter:
         return Counter(name, doc, _LABELS, registry=self.registry).labels(*self._labels)
@@ -134,9 +154,14 @@ class Metrics:
             gauge = Gauge(name, doc, _LABELS, registry=self.registry)
             gauge.labels(*self._labels).set_function(read)
 
-    def ticked(self, times: TickTimes) -> None:
-        """One tick came back, and where the time since the one before it went."""
+    def ticked(self, times: TickTimes, tokens: int, compilations: int) -> None:
+        """One tick came back: where the time since the one before it went, its prompt and
+        generated tokens, and programs compiled meanwhile.
+        """
         self.ticks.inc()
+        if tokens:
+            self.iteration_tokens.observe(tokens)
+        self.compilations_after_ready.inc(compilations)
         for phase, counter in self._phases.items():
             counter.inc(getattr(times, phase))
         self.device_idle.inc(times.device_idle)

@@ -36,7 +36,7 @@ from k3serve.model import (
 
 PAGE_TOKENS = 64
 Encode = Callable[[str], Sequence[int]]
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
 
 def score(

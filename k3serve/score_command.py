@@ -17,15 +17,10 @@ import numpy as np
 
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError
+from k3serve.process import start_logging
 from k3serve.runtime.mesh import HostGroup, join
-from k3serve.startup import (
-    Progress,
-    dtype_of,
-    expert_format_of,
-    load_tokenizer,
-    start_logging,
-    use_compilation_cache,
-)
+from k3serve.startup import Progress, dtype_of, expert_format_of, use_compilation_cache
+from k3serve.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("k3serve")
 

@@ -19,6 +19,7 @@ COMMON = (
 )  # fmt: skip
 DAY_S = 86_400  # timers take no arbitrary number
 EXPERT_FORMATS = ("auto", "dense", "packed")
+FRONTS = ("process", "thread")
 ACCEPTANCE = ("coupled", "block", "token", "onehot")
 NO_DRAFT = "none"
 DEFAULT_ROWS = 8
@@ -41,8 +42,12 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_mib: int = 32
+    body_memory_mib: int = 512
     max_connections: int = 512
     request_timeout_s: float = 3600.0  # 0: none
+    front: str = "process"
+    restart: bool = False
+    resume: bool = False
     # engine
     max_slots: int = 8
     context: int | None = None  # None: the model's own, at most 8192
@@ -75,6 +80,7 @@ class ServeConfig:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_body_mib", 1, 4096),
+            ("body_memory_mib", 1, 1 << 20),
             ("max_connections", 1, 65536),
             ("max_slots", 1, 1024),
             ("page_tokens", 16, 4096),
@@ -101,6 +107,7 @@ class ServeConfig:
         _check("connect_timeout_s", self.connect_timeout_s, 1, DAY_S)
         if not self.host.strip():
             raise ConfigError("--host is empty; for all addresses say 0.0.0.0")
+        self._check_front()
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype}: use one of {', '.join(DTYPES)}")
         if self.experts not in EXPERT_FORMATS:
@@ -110,6 +117,14 @@ class ServeConfig:
         if not self.draft.strip():
             raise ConfigError("--draft is empty: name a draft's folder, or say auto or none")
         self._check_hosts()
+
+    def _check_front(self) -> None:
+        if self.front not in FRONTS:
+            raise ConfigError(f"--front {self.front}: use one of {', '.join(FRONTS)}")
+        if self.restart and self.front == "thread":
+            raise ConfigError("--restart: HTTP must outlive the engine; leave out --front thread")
+        if self.resume and not self.restart:
+            raise ConfigError("--resume: requests go on in the next engine; add --restart")
 
     def _check_rows(self) -> None:
         if self.rows is not None and self.rows not in ROWS:
@@ -159,6 +174,12 @@ class ServeConfig:
                 f"--host-id {self.host_id}: must be 0 to {self.num_hosts - 1} "
                 f"with --num-hosts {self.num_hosts}"
             )
+
+    def has_front(self) -> bool:
+        """Whether this process is a front: on a host that may lead, or is to be restarted."""
+        if self.front == "thread":
+            return False
+        return self.restart or self.host_id in (None, 0)
 
     def common(self) -> dict[str, str]:
         """Flags that must be equal on all hosts, with their values."""

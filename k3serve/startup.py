@@ -1,13 +1,13 @@
 """From settings to an engine that is ready to tick; what serving and scoring share.
 
-Rule: runs the same on every host, leader or follower; only load_tokenizer loads text.
+Rule: runs the same on every host, leader or follower.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -17,19 +17,32 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from k3serve import wire
-from k3serve.checkpoint.draft import load_draft
+from k3serve.checkpoint.draft import open_draft
 from k3serve.checkpoint.fingerprint import fingerprints
-from k3serve.checkpoint.load import load
+from k3serve.checkpoint.load import Source, open_target, shapes
 from k3serve.checkpoint.vocabulary import sampling_mask
 from k3serve.config import TargetConfig
 from k3serve.draft_config import DraftConfig
 from k3serve.errors import HostFailure
 from k3serve.model.acceptance import Rule
+from k3serve.process import FLUSH_S, exit_now
+from k3serve.runtime.compiling import Compiling
 from k3serve.runtime.decode import ModelWeights, Speculation
 from k3serve.runtime.engine import Engine
-from k3serve.runtime.mesh import HostGroup, agree, join, make_mesh, wait_for_all_hosts
+from k3serve.runtime.mesh import (
+    HostGroup,
+    agree,
+    check_others,
+    join,
+    keeping_programs,
+    make_mesh,
+    own_cache_folder,
+    wait_for_all_hosts,
+)
+from k3serve.runtime.program import Program
 from k3serve.runtime.snapshots import page_bytes, snapshot_bytes
 from k3serve.settings import ServeConfig
 
@@ -47,6 +60,22 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
     join(group, cpu_ranks=config.ranks or 1, on_timeout=end_on_failure)
     joined()
     use_compilation_cache()
+    program, sources = _open(config)
+    allowed = (
+        np.ones(program.config.vocab_size, bool)
+        if config.allow_reserved
+        else sampling_mask(config.checkpoint, program.config.vocab_size)
+    )
+    compiling = Compiling(keeping_programs()(program.compile))
+    weights = _read(sources, program.mesh, compiling)
+    engine = Engine(program, compiling.result(check_others), weights, allowed)
+    log.info("%s", _drafting(config, engine))
+    wait_for_all_hosts(config.connect_timeout_s)
+    return engine
+
+
+def _open(config: ServeConfig) -> tuple[Program, ModelWeights]:
+    """The program of this run, the same on all hosts, and the Sources of its weights."""
     target = TargetConfig.from_dir(config.checkpoint)
     draft_dir = config.draft_dir()
     draft = None if draft_dir is None else DraftConfig.from_dir(draft_dir, target)
@@ -61,38 +90,45 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
         page_bytes(target, shape, dtype.itemsize),
         on_cpu,
     )
-    started = time.monotonic()
-    weights = load(
-        config.checkpoint,
-        target,
-        mesh,
-        dtype=dtype,
-        expert_format=expert_format_of(config.experts, target, on_cpu),
-        progress=Progress("loading weights"),
-    )
-    draft_weights = None
+    expert_format = expert_format_of(config.experts, target, on_cpu)
+    of_draft = None
     if draft is not None and draft_dir is not None:
-        progress = Progress("loading the draft's weights")
-        draft_weights = load_draft(draft_dir, draft, mesh, dtype, progress)
-    log.info("weights loaded in %.1f s; compiling the tick", time.monotonic() - started)
-    started = time.monotonic()
-    allowed = (
-        np.ones(target.vocab_size, bool)
-        if config.allow_reserved
-        else sampling_mask(config.checkpoint, target.vocab_size)
+        of_draft = open_draft(draft_dir, draft, mesh.size, dtype)
+    sources = ModelWeights(
+        target=open_target(config.checkpoint, target, mesh.size, dtype, expert_format),
+        draft=of_draft,
     )
-    engine = Engine(
+    program = Program(
         target,
         shape,
         mesh,
-        ModelWeights(target=weights, draft=draft_weights),
-        allowed,
-        dtype=dtype,
-        speculation=Speculation(draft, Rule(config.acceptance), config.markov_top),
+        jax.tree.map(lambda source: shapes(source.layout, mesh), sources),
+        dtype,
+        Speculation(draft, Rule(config.acceptance), config.markov_top),
     )
-    log.info("compiled in %.1f s; %s", time.monotonic() - started, _drafting(config, engine))
-    wait_for_all_hosts(config.connect_timeout_s)
-    return engine
+    return program, sources
+
+
+def _read(sources: ModelWeights, mesh: Mesh, compiling: Compiling) -> ModelWeights:
+    """The weights, while the tick is being compiled; an error of that, or of a host, ends it."""
+    started = time.monotonic()
+
+    def read(what: str, source: Source) -> Any:
+        progress = Progress(what)
+
+        def report(done: int, total: int) -> None:
+            compiling.check()
+            if progress(done, total):
+                check_others()
+
+        return source.load(mesh, report)
+
+    target = read("loading weights", sources.target)
+    draft = None
+    if sources.draft is not None:
+        draft = read("loading the draft's weights", sources.draft)
+    log.info("weights loaded in %.1f s", time.monotonic() - started)
+    return ModelWeights(target=target, draft=draft)
 
 
 def _drafting(config: ServeConfig, engine: Engine) -> str:
@@ -136,43 +172,31 @@ def expert_format_of(name: str, target: TargetConfig, on_cpu: bool) -> str:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless JAX's own variable already says where."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if not folder:
         base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
+        folder = str(base / "k3serve" / "jax")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_compilation_cache_dir", own_cache_folder(folder))
 
 
 class Progress:
-    """Logs a long transfer at most every two seconds."""
+    """Logs a long transfer at most every two seconds; says whether it did."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._started = time.monotonic()
         self._logged = self._started
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int) -> bool:
         now = time.monotonic()
         if now - self._logged < 2.0:
-            return
+            return False
         self._logged = now
         rate = done / (now - self._started)
         left_s = (total - done) / rate if rate else float("inf")
         log.info("%s: %.0f %%, %.0f s left", self._what, 100 * done / total, left_s)
-
-
-def exit_now(status: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def start_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    for noisy in ("jax", "absl"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+        return True
 
 
 def end_on_failure(failure: HostFailure) -> NoReturn:
@@ -180,15 +204,7 @@ def end_on_failure(failure: HostFailure) -> NoReturn:
 
     A watchdog calls it while the main thread is blocked in a collective.
     """
-    log.error("host failure: %s", failure)
+    said = threading.Thread(target=log.error, args=("host failure: %s", failure), daemon=True)
+    said.start()
+    said.join(FLUSH_S)
     exit_now(1)
-
-
-def load_tokenizer(checkpoint: Path) -> Any:
-    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
-    from k3serve.text.tokenizer import Tokenizer
-
-    if not (checkpoint / "tiktoken.model").exists():
-        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
-        return None
-    return Tokenizer.load(checkpoint)

@@ -63,6 +63,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for this request any more."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScores:
     """Scores of prompt positions start .. start+len-1, as they come in page by page.
 
@@ -122,6 +129,7 @@ class State(enum.Enum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"  # a host failed; the front waits for the next engine
     DRAINING = "draining"
     FAILED = "failed"
 

@@ -232,7 +232,8 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int, timeout_s: floa
             if connection.getresponse().status == 200:
                 return
         except OSError:
-            time.sleep(0.2)
+            pass
+        time.sleep(0.2)
     raise RuntimeError("the server did not become ready")
 
 

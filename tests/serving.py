@@ -21,17 +21,25 @@ READY = re.compile(r"is ready: (http://\S+)")
 
 
 class Server:
-    """`python -m k3serve FLAGS --port 0`; use as a context manager, or start() and stop()."""
+    """`python -m k3serve FLAGS --port 0`; use as a context manager, or start() and stop().
 
-    def __init__(self, *flags: str, timeout_s: float = 240) -> None:
+    words: what to run in place of `k3serve`; environment: variables beside ours.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        timeout_s: float = 240,
+        words: tuple[str, ...] = ("k3serve",),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.log: list[str] = []
         self.url = ""
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "k3serve", *flags, "--port", "0"],
+            [sys.executable, "-m", *words, *flags, "--port", "0"],
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
             cwd=Path(__file__).parent.parent,
         )
         self._ready = threading.Event()

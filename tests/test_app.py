@@ -16,9 +16,10 @@ import pytest
 from k3serve import app, startup
 from k3serve.config import TargetConfig
 from k3serve.errors import ConfigError
+from k3serve.front import http
 from k3serve.metrics import Metrics
 from k3serve.settings import ServeConfig
-from k3serve.text.tokenizer import Tokenizer
+from k3serve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeExecutor
 from tests.serving import DATA, TINY_CHAT
 
@@ -45,10 +46,8 @@ def test_score_writes_what_it_promises_for_texts_and_tokens(tmp_path: Path) -> N
 def test_without_a_tokenizer_the_configs_end_token_ends_a_request() -> None:
     folder = DATA / "k3_tiny"
     target = TargetConfig.from_dir(folder)
-    engine = SimpleNamespace(config=target)
     config = ServeConfig(checkpoint=folder, port=0)
-    tokenizer = startup.load_tokenizer(folder)
-    server = app.start_http(FakeExecutor([]), engine, config, tokenizer, Metrics())
+    server = http.start_http(FakeExecutor([]), target, config, load_tokenizer(folder), Metrics())
     try:
         assert server.context.tokenizer is None
         assert server.context.eos_ids == (target.eos_token_id,)
@@ -59,7 +58,7 @@ def test_without_a_tokenizer_the_configs_end_token_ends_a_request() -> None:
 def test_a_taken_port_is_found_before_the_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "load", lambda *_, **__: pytest.fail("loads the weights"))
+    monkeypatch.setattr(startup, "_read", lambda *_, **__: pytest.fail("reads the weights"))
     monkeypatch.setattr(app, "watch_parent", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -92,8 +91,8 @@ def test_followers_are_told_when_the_leader_cannot_serve(monkeypatch: pytest.Mon
         raise ConfigError("--port 8000: cannot listen there")
 
     monkeypatch.setattr(app, "start_leader", lambda *_, **__: leader)
-    monkeypatch.setattr(app, "start_http", taken)
+    monkeypatch.setattr(http, "start_http", taken)
     monkeypatch.setattr(app.signal, "signal", lambda *_: None)
     with pytest.raises(ConfigError):
-        app.lead(None, ServeConfig(), None)  # type: ignore[arg-type]
+        app.lead(SimpleNamespace(config=None), ServeConfig(), None)  # type: ignore[arg-type]
     assert leader.stopped

@@ -22,6 +22,8 @@ RANKS = {
     "sections": 0,
     "settings": 0,
     "metrics": 0,
+    "process": 0,
+    "link": 1,
     "model": 1,
     "text": 1,
     "checkpoint": 2,
@@ -30,8 +32,9 @@ RANKS = {
     "api": 3,
     "lockstep": 3,
     "score": 3,
-    "local_hosts": 3,
+    "local_hosts": 2,
     "chat_command": 3,
+    "front": 4,
     "startup": 4,
     "app": 5,
     "score_command": 5,
@@ -40,7 +43,17 @@ RANKS = {
 RANK0_AMONG_THEMSELVES = {name for name, rank in RANKS.items() if rank == 0}
 RANK0_PACKAGES = {"numpy", "prometheus_client"}  # beside the standard library
 KERNEL_USERS = {"runtime", "checkpoint"}
-NEVER_JAX = {"text", "api", "scheduler", "lockstep", "chat_command", *RANK0_AMONG_THEMSELVES}
+NEVER_JAX = {
+    "text",
+    "api",
+    "front",
+    "link",
+    "local_hosts",
+    "scheduler",
+    "lockstep",
+    "chat_command",
+    *RANK0_AMONG_THEMSELVES,
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -18,15 +18,15 @@ def test_a_failed_host_ends_the_others_wherever_it_stands(
 ) -> None:
     monkeypatch.setattr(local_hosts, "GRACE_S", 0.1)
     hosts = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    run = local_hosts.LocalHosts(hosts)
     try:
-        assert local_hosts._wait(hosts) == 3
+        assert run.wait() == 3
         assert all(host.returncode is not None for host in hosts)
     finally:
-        for host in hosts:
-            host.kill()
-            host.wait(10)
+        run.close()
 
 
 def test_a_host_that_a_signal_ended_counts_as_a_shell_would() -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert local_hosts._wait([subprocess.Popen([sys.executable, "-c", program])]) == 137
+    hosts = [subprocess.Popen([sys.executable, "-c", program])]
+    assert local_hosts.LocalHosts(hosts).wait() == 137

@@ -18,7 +18,7 @@ log = logging.getLogger("k3serve.api")
 
 RESERVE = 16  # places for public paths when all others are busy
 SLOW_S = 1.0  # a request that takes longer to arrive may be given up for another client
-_OPTIONS = (  # a peer that vanished without a word is noticed within about 30 s
+WATCH = (  # a peer that vanished without a word is noticed within about 30 s
     ("TCP_KEEPIDLE", 15),
     ("TCP_KEEPINTVL", 5),
     ("TCP_KEEPCNT", 3),
@@ -65,6 +65,10 @@ class Connections:
             if made is not None:
                 self._by_socket[sock] = made
             return made
+
+    def sockets(self) -> list[socket.socket]:
+        with self._lock:
+            return list(self._by_socket)
 
     def make_room(self) -> bool:
         """Closes one who waits, as when file descriptors run out; False: nobody waits."""
@@ -113,6 +117,6 @@ def watch_peer(sock: socket.socket, send_buffer: int) -> None:
     """Lets the kernel notice a peer that vanished, and keep little for one that does not read."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _OPTIONS:
+    for name, value in WATCH:
         if hasattr(socket, name):  # not every system has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -11,12 +11,14 @@ import re
 import select
 import socket
 import time
+from collections.abc import Callable
 from email.message import Message
 from typing import BinaryIO
 
 from k3serve.errors import RequestError
 
 DRAIN_BYTES = 256 * 1024  # a refused body up to this size is read, to keep the connection
+BLOCK_BYTES = 1024 * 1024  # of a body, between two looks at the memory for it
 LINGER_BYTES = 64 * 1024 * 1024
 LINGER_S = 2.0
 HEAD_BYTES = 128 * 1024  # of one request, all header lines together
@@ -108,20 +110,22 @@ class Framing:
             raise _refuse("Content-Length must be one non-negative integer")
         self._length = int(text)
 
-    def check_size(self) -> None:
-        """413 before a byte is read, where the client announced the size."""
+    def check_size(self) -> int:
+        """413 before a byte is read, where the client announced the size; that, or 0."""
         if self._length > self._max:
             raise _refuse(
                 f"the body has {self._length} bytes; this server takes at most {self._max}",
                 413,
                 "body_too_large",
             )
+        return self._length
 
-    def read(self) -> bytes:
+    def read(self, take: Callable[[int], None]) -> bytes:
+        """The body. `take` is asked for room as bytes arrive, and may raise RequestError."""
         self.check_size()
         if self.clean:
             return b""
-        body = self._read_chunked() if self._chunked else self._exactly(self._length)
+        body = self._read_chunked(take) if self._chunked else self._exactly(self._length, take)
         self.clean = True
         return body
 
@@ -129,14 +133,19 @@ class Framing:
         """Reads a small unread body away; a large or endless one leaves `clean` false."""
         if self.clean or self._chunked or self._length > DRAIN_BYTES:
             return
-        self._exactly(self._length)
+        self._exactly(self._length, lambda size: None)
         self.clean = True
 
-    def _exactly(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        if len(data) < size:
-            raise _refuse(f"the body ended after {len(data)} of {size} announced bytes")
-        return data
+    def _exactly(self, size: int, take: Callable[[int], None]) -> bytes:
+        parts, seen = [], 0
+        while seen < size:
+            part = self._stream.read(min(size - seen, BLOCK_BYTES))
+            take(len(part))
+            parts.append(part)
+            seen += len(part)
+            if not part:
+                raise _refuse(f"the body ended after {seen} of {size} announced bytes")
+        return b"".join(parts)
 
     def _line(self) -> bytes:
         line = self._stream.readline(4097)
@@ -144,7 +153,7 @@ class Framing:
             raise _refuse("bad chunked body: a line without end")
         return line.strip()
 
-    def _read_chunked(self) -> bytes:
+    def _read_chunked(self, take: Callable[[int], None]) -> bytes:
         parts, total = [], 0
         while True:
             size_text = self._line().split(b";")[0].strip()
@@ -161,7 +170,7 @@ class Framing:
                     413,
                     "body_too_large",
                 )
-            parts.append(self._exactly(size))
+            parts.append(self._exactly(size, take))
             if self._line() != b"":
                 raise _refuse("bad chunked body: a chunk is longer than its size")
         for _ in range(100):  # trailers, not used

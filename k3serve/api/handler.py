@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         started = time.monotonic()
         note = ""
         try:
-            with self.server.answering():
+            with self.server.answering(), self.server.bodies.share() as self._share:
                 note = self._answer_one()
         except ClientGone as gone:
             note, self.close_connection = str(gone) or "client gone", True
@@ -226,13 +226,15 @@ class Handler(BaseHTTPRequestHandler):
     def _read_body(self) -> bytes:
         assert self.framing is not None
         self._check_content_type()
-        self.framing.check_size()
+        self._share.check(self.framing.check_size())
         if not self._place.reserve:
             self._timed.allow(self.settings.body_timeout_s, SLOWEST_SENDER)
         if self.headers.get("Expect", "").lower() == "100-continue" and not self.framing.clean:
             if self.request_version >= "HTTP/1.1":
                 self._writer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return self.framing.read()
+        body = self.framing.read(self._share.take)
+        self._share.take_for_parsing(body)
+        return body
 
     def _no_body(self) -> bytes:
         assert self.framing is not None
@@ -376,6 +378,7 @@ class Handler(BaseHTTPRequestHandler):
         """The base class reports syntax errors of a request through this."""
         self.close_connection = True
         text = message or HTTPStatus(code).phrase
+        code = 400 if code >= 500 else code  # as for HTTP/2.0: no fault of this server
         error = RequestError(text[:300], status=code, code="bad_request")
         self._write_reply(error_reply(made_room() if self._place.closed else error))
 

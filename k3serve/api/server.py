@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from k3serve.api.bodies import BodyMemory
 from k3serve.api.connections import Connections, watch_peer
 from k3serve.api.context import Context
 from k3serve.api.framing import linger
@@ -42,6 +43,7 @@ class ApiServer(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         self.context = context
         self.connections = Connections(settings.max_connections)
+        self.bodies = BodyMemory(settings.body_memory_bytes)
         self._lingering: set[int] = set()
         self._answers = threading.Condition()
         self._answering = 0

@@ -26,6 +26,7 @@ class ApiSettings:
     default_thinking: bool = True
     default_effort: str | None = None  # low, high or max
     max_body_bytes: int = 32 * 1024 * 1024
+    body_memory_bytes: int = 512 * 1024 * 1024  # all bodies together, what parsing makes included
     max_connections: int = 512
     idle_timeout_s: float = 75.0  # a kept connection without a request
     head_timeout_s: float = 10.0  # a request's first line and headers

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from k3serve.checkpoint.hf import Checkpoint
-from k3serve.checkpoint.load import Progress, fill
+from k3serve.checkpoint.load import Progress, Source
 from k3serve.checkpoint.names import Tensor
 from k3serve.checkpoint.sources import Index, Kinds, Path, Reader
 from k3serve.draft_config import DraftConfig
@@ -24,6 +24,14 @@ from k3serve.model.collectives import RANK
 from k3serve.model.draft_weights import DraftWeights, draft_layout
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def open_draft(path: str | FilePath, config: DraftConfig, ranks: int, dtype: Any) -> Source:
+    """The checkpoint of a draft for so many ranks. Raises CheckpointError and ConfigError."""
+    checkpoint = Checkpoint.of(path, draft_tensors(config), optional=(EMBED, HEAD))
+    own = checkpoint.has
+    tree = draft_layout(config, ranks, dtype, own_embed=own(EMBED), own_head=own(HEAD))
+    return Source(tree, _Readers(checkpoint, config, ranks).find)
 
 
 def load_draft(
@@ -34,10 +42,8 @@ def load_draft(
     progress: Progress | None = None,
 ) -> DraftWeights:
     """The weights as arrays over the mesh axis "rank". Raises CheckpointError and ConfigError."""
-    checkpoint = Checkpoint.of(path, draft_tensors(config), optional=(EMBED, HEAD))
-    ranks, own = mesh.shape[RANK], checkpoint.has
-    tree = draft_layout(config, ranks, dtype, own_embed=own(EMBED), own_head=own(HEAD))
-    weights: DraftWeights = fill(tree, _Readers(checkpoint, config, ranks).find, mesh, progress)
+    source = open_draft(path, config, mesh.shape[RANK], dtype)
+    weights: DraftWeights = source.load(mesh, progress)
     return weights
 
 

@@ -10,6 +10,7 @@ Try it: `load("tests/data/k3_tiny", TargetConfig.from_dir("tests/data/k3_tiny"),
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,37 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of this host's share, after each array."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint whose headers were read and checked: what its weights will be, before any is
+    read, so that a program for them can be compiled meanwhile.
+    """
+
+    layout: Any  # a tree of Leafs
+    readers: Callable[[sources.Path], sources.Reader]
+
+    def load(self, mesh: Mesh, progress: Progress | None = None) -> Any:
+        """The tree as arrays, each put together by the reader of its path."""
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(self.layout, is_leaf=is_leaf)
+        total = sum(_share(leaf, mesh) for _, leaf in leaves)
+        done, arrays = 0, []
+        for key, leaf in leaves:
+            arrays.append(_fill(leaf, self.readers(_name(key)), mesh))
+            done += _share(leaf, mesh)
+            if progress is not None:
+                progress(done, total)
+        return jax.tree_util.tree_unflatten(treedef, arrays)
+
+
+def open_target(
+    path: str | Path, config: TargetConfig, ranks: int, dtype: Any, expert_format: str = "dense"
+) -> Source:
+    """The checkpoint of the target for so many ranks. Raises CheckpointError and ConfigError."""
+    checkpoint = Checkpoint.open(path, config)
+    tree = layout(config, ranks, dtype, expert_format)
+    return Source(tree, sources.readers(checkpoint, config))
+
+
 def load(
     path: str | Path,
     config: TargetConfig,
@@ -37,30 +69,23 @@ def load(
     progress: Progress | None = None,
 ) -> Weights:
     """The weights as arrays over the mesh axis "rank". Raises CheckpointError and ConfigError."""
-    checkpoint = Checkpoint.open(path, config)
-    tree = layout(config, mesh.shape[RANK], dtype, expert_format)
-    return fill(tree, sources.readers(checkpoint, config), mesh, progress)
+    source = open_target(path, config, mesh.shape[RANK], dtype, expert_format)
+    weights: Weights = source.load(mesh, progress)
+    return weights
 
 
-def fill(
-    tree: Any,
-    readers: Callable[[sources.Path], sources.Reader],
-    mesh: Mesh,
-    progress: Progress | None = None,
-) -> Any:
-    """The tree of Leafs as arrays, each put together by the reader of its path."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
-    total = sum(_share(leaf, mesh) for _, leaf in leaves)
-    done, arrays = 0, []
-    for key, leaf in leaves:
-        arrays.append(_fill(leaf, readers(_name(key)), mesh))
-        done += _share(leaf, mesh)
-        if progress is not None:
-            progress(done, total)
-    return jax.tree_util.tree_unflatten(treedef, arrays)
+def shapes(tree: Any, mesh: Mesh) -> Any:
+    """The arrays that will take the places of a tree's Leafs: all that a compiler needs."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec)
+        ),
+        tree,
+        is_leaf=is_leaf,
+    )
 
 
-def _is_leaf(node: Any) -> bool:
+def is_leaf(node: Any) -> bool:
     return isinstance(node, Leaf)
 
 

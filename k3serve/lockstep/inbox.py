@@ -11,15 +11,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Protocol
 
 from k3serve.errors import Overloaded
-from k3serve.types import Finish, Request, State, TokenEvent
+from k3serve.types import Cancel, Finish, Request, State, TokenEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    request_id: int
+class EventSink(Protocol):
+    """Where the events of a request go. Called under the inbox's lock: it must not wait."""
+
+    def put(self, event: TokenEvent) -> None: ...
 
 
 class Mailbox:
@@ -51,7 +52,7 @@ class Inbox:
         self._max_queue = max_queue
         self._lock = threading.Condition()
         self._messages: deque[Request | Cancel] = deque()
-        self._open: dict[int, Mailbox] = {}
+        self._open: dict[int, EventSink] = {}
         self._state = State.STARTING
         self._running = 0
 
@@ -64,9 +65,9 @@ class Inbox:
         with self._lock:
             return self._running, max(0, len(self._open) - self._running)
 
-    def submit(self, request: Request) -> Mailbox:
-        """Queues the request. Raises Overloaded: 429 when full, 503 when the server takes no
-        more.
+    def submit(self, request: Request, mailbox: EventSink) -> None:
+        """Queues the request, whose events go to mailbox. Raises Overloaded: 429 when full, 503
+        when the server takes no more.
         """
         with self._lock:
             if self._state is State.DRAINING:
@@ -80,10 +81,9 @@ class Inbox:
                     f"the queue is full: {self._max_queue} requests wait already; retry later"
                 )
             assert request.id not in self._open, f"request id {request.id} is open already"
-            mailbox = self._open[request.id] = Mailbox()
+            self._open[request.id] = mailbox
             self._messages.append(request)
             self._lock.notify()
-            return mailbox
 
     def cancel(self, request_id: int) -> None:
         with self._lock:

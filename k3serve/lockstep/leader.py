@@ -27,11 +27,12 @@ from typing import Any
 from k3serve.errors import HostFailure
 from k3serve.lockstep.clock import TickClock
 from k3serve.lockstep.device import TickDevice
-from k3serve.lockstep.inbox import Cancel, Inbox, Mailbox
+from k3serve.lockstep.inbox import EventSink, Inbox, Mailbox
 from k3serve.lockstep.plan import check_request, check_result, pack, unpack_result
 from k3serve.lockstep.watchdog import Watchdog
 from k3serve.scheduler.scheduler import Scheduler
 from k3serve.types import (
+    Cancel,
     Capacity,
     Finish,
     Plan,
@@ -120,8 +121,14 @@ class Leader:
         return self.state() is State.READY
 
     def submit(self, request: Request) -> Mailbox:
+        mailbox = Mailbox()
+        self.submit_to(request, mailbox)
+        return mailbox
+
+    def submit_to(self, request: Request, sink: EventSink) -> None:
+        """submit, with the events to a place of the caller's."""
         check_request(request, self._shape)
-        return self._inbox.submit(request)
+        self._inbox.submit(request, sink)
 
     def cancel(self, request_id: int) -> None:
         """Frees the slot one tick later; the mailbox gets a last event with Finish.CANCELLED,

@@ -8,25 +8,14 @@ Implements lockstep.device.TickDevice.
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3serve import wire
-from k3serve.config import TargetConfig
 from k3serve.errors import HostFailure
-from k3serve.model.collectives import RANK
-from k3serve.model.draft import init_ring, ring_specs
-from k3serve.model.state import init_state, state_specs
-from k3serve.runtime.decode import ModelWeights, Speculation
-from k3serve.runtime.snapshots import empty_pool, slot_arrays
-from k3serve.runtime.table import SlotTable, empty_table
-from k3serve.runtime.tick import EngineState, build_tick
-from k3serve.types import TickShape
+from k3serve.runtime.decode import ModelWeights
+from k3serve.runtime.program import Program
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -59,92 +48,26 @@ class Engine:
 
     def __init__(
         self,
-        config: TargetConfig,
-        shape: TickShape,
-        mesh: Mesh,
+        program: Program,
+        compiled: Any,  # program.compile()
         weights: ModelWeights,
         allowed: np.ndarray,  # [vocab] bool: tokens that may be sampled
-        *,
-        dtype: Any,
-        speculation: Speculation | None = None,
     ) -> None:
-        self.config = config
-        self.shape = shape
-        self.speculation = speculation or Speculation()
-        assert (self.speculation.draft is None) == (weights.draft is None)
+        self.config = program.config
+        self.shape = program.shape
+        self.speculation = program.speculation
         self.compilations = CompileCounter()
-        self.mesh = mesh
+        self.mesh = program.mesh
         self.weights = weights
-        self._plan_size = wire.plan_layout(shape).size
-        self._rows = NamedSharding(mesh, PartitionSpec(RANK))
-        self._local_ranks = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-        replicated = NamedSharding(mesh, PartitionSpec())
+        self._compiled = compiled
+        self._plan_size = program.plan_size
+        self._rows = program.plan_rows
+        own = jax.process_index()
+        self._local_ranks = sum(d.process_index == own for d in program.mesh.devices.flat)
         self.allowed = jax.make_array_from_callback(
-            allowed.shape, replicated, lambda index: allowed[index]
+            allowed.shape, program.replicated, lambda index: allowed[index]
         )
-        self.state = self._initial_state(config, dtype)
-        self._program = self._compile(config)
-
-    def _specs(self, config: TargetConfig) -> EngineState:
-        table = jax.tree.map(
-            lambda _: PartitionSpec(),
-            jax.eval_shape(partial(empty_table, self.shape, config.vocab_size)),
-        )
-        tick: Any = PartitionSpec()
-        draft = self.speculation.draft
-        model = state_specs(config, self.shape.rows)
-        ring = None if draft is None else ring_specs(draft)
-        pool = slot_arrays(model, ring, table.seen) if self.shape.num_snapshots else None
-        return EngineState(model=model, ring=ring, table=table, snapshots=pool, tick=tick)
-
-    def _initial_state(self, config: TargetConfig, dtype: Any) -> EngineState:
-        shape, replicated = self.shape, NamedSharding(self.mesh, PartitionSpec())
-
-        def create() -> tuple[SlotTable, jax.Array]:
-            return empty_table(shape, config.vocab_size), jnp.int32(0)
-
-        table, tick = jax.jit(create, out_shardings=replicated)()
-        model = init_state(
-            config,
-            self.mesh,
-            slots=shape.max_slots,
-            num_pages=shape.num_pages,
-            page_tokens=shape.page_tokens,
-            dtype=dtype,
-            rows=shape.rows,
-        )
-        draft = self.speculation.draft
-        ring = None
-        if draft is not None:
-            ring = init_ring(
-                draft,
-                self.mesh,
-                slots=shape.max_slots,
-                rows=shape.rows,
-                context=shape.max_context,
-                dtype=dtype,
-            )
-        pool = None
-        if shape.num_snapshots:
-            live, specs = slot_arrays(model, ring, table.seen), self._specs(config).snapshots
-            pool = empty_pool(live, specs, self.mesh, shape.num_snapshots)
-        return EngineState(model=model, ring=ring, table=table, snapshots=pool, tick=tick)
-
-    def _compile(self, config: TargetConfig) -> Any:
-        specs = self._specs(config)
-        weight_specs = jax.tree.map(lambda array: array.sharding.spec, self.weights)
-        step = jax.shard_map(
-            build_tick(config, self.shape, self.speculation),
-            mesh=self.mesh,
-            in_specs=(weight_specs, PartitionSpec(), specs, PartitionSpec(RANK)),
-            out_specs=(specs, PartitionSpec()),
-            check_vma=False,
-        )
-        plan_rows = jax.ShapeDtypeStruct(
-            (self.mesh.size, self._plan_size), jnp.int32, sharding=self._rows
-        )
-        jitted = jax.jit(step, donate_argnums=2)
-        return jitted.lower(self.weights, self.allowed, self.state, plan_rows).compile()
+        self.state = program.new_state()
 
     def dispatch(self, plan_vector: np.ndarray | None) -> jax.Array:
         """Launches the next tick and returns at once; followers pass None and feed zeros."""
@@ -153,7 +76,7 @@ class Engine:
             rows[0] = plan_vector
         plan_rows = jax.make_array_from_process_local_data(self._rows, rows)
         try:
-            self.state, result = self._program(self.weights, self.allowed, self.state, plan_rows)
+            self.state, result = self._compiled(self.weights, self.allowed, self.state, plan_rows)
         except Exception as error:
             raise HostFailure(f"the tick could not be launched: {error}") from error
         return result

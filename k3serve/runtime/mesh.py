@@ -2,6 +2,8 @@
 
 Rule: the only file that calls jax.distributed. On a TPU pod everything is found automatically;
 elsewhere the coordinator, the number of hosts and this host's id come from the command line.
+No wait for another host is without a limit: one that is stopped or cut off answers nothing, and
+JAX's own calls have limits of minutes, or none.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +26,8 @@ from k3serve.errors import ConfigError, HostFailure
 from k3serve.model.collectives import RANK
 
 log = logging.getLogger("k3serve")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class HostGroup:
 
 
 POLL_S = 0.1
+LATE_S = 1.0  # for a wait that can name the missing host to do so, before it is cut short
+TELL_S = 2.0
 JAX_EXTRA_S = 30  # JAX ends the process by a core dump when its own time limit is over
 
 
@@ -69,6 +77,7 @@ def join(
             process_id=group.host_id,
             initialization_timeout=group.connect_timeout_s + JAX_EXTRA_S,
         )
+        jax.devices()  # here, under the limit: the first look waits for all hosts' devices
     except Exception as error:
         raise _not_met(group, f" ({error})") from error
     finally:
@@ -141,6 +150,32 @@ def agree(settings: Mapping[str, str], timeout_s: float) -> None:
                 )
 
 
+def own_cache_folder(folder: str) -> str:
+    """Where this host keeps its compiled programs: hosts may share a file system, and JAX's cache
+    does not expect two writers of one file.
+    """
+    if jax.process_count() == 1:
+        return folder
+    return f"{folder}/host{jax.process_index()}of{jax.process_count()}"
+
+
+@contextmanager
+def keeping_programs() -> Iterator[None]:
+    """Meanwhile, this host keeps what it compiles in its own folder.
+
+    JAX lets process 0 alone write the persistent cache. But a pod's hosts have disks of their own,
+    and even where they share one, a CPU's key differs by process: the others would compile anew at
+    every start.
+    """
+    from jax._src.distributed import global_state
+
+    own, global_state.process_id = global_state.process_id, 0
+    try:
+        yield
+    finally:
+        global_state.process_id = own
+
+
 def wait_for_all_hosts(timeout_s: float) -> None:
     """Returns when every host has come here. HostFailure names a host that cannot, or the wait."""
     if jax.process_count() > 1:
@@ -150,13 +185,43 @@ def wait_for_all_hosts(timeout_s: float) -> None:
 def tell_failure(reason: str) -> None:
     """Ends the others' waits for this host, which cannot start."""
     client = _client()
-    if client is not None:
-        client.key_value_set(f"k3serve/failed/{jax.process_index()}", reason)
+    if client is None:
+        return
+    key = f"k3serve/failed/{this_host()}"
+    try:
+        _within(TELL_S, "host 0 does not answer", lambda: client.key_value_set(key, reason))
+    except Exception as error:  # this host ends anyway, with its own reason
+        log.warning("the other hosts could not be told: %s", error)
+
+
+def leave(timeout_s: float) -> None:
+    """Ends the hosts' connection, once each of them is to end. HostFailure if one does not come."""
+    if jax.process_count() > 1:
+        _within(
+            timeout_s, f"not all hosts came to the end within {timeout_s:g} s",
+            jax.distributed.shutdown,
+        )  # fmt: skip
+
+
+def check_others() -> None:
+    """Raises HostFailure if another host has told that it cannot start."""
+    client = _client()
+    if client is None:
+        return
+    for host, reason in _told(client, "failed").items():
+        raise HostFailure(f"host {host} could not start: {reason}")
 
 
 def is_joined() -> bool:
     """Whether this host is one of several that have met."""
     return _client() is not None
+
+
+def this_host() -> int:
+    """This host's id, also where JAX's devices cannot be had."""
+    from jax._src.distributed import global_state
+
+    return int(global_state.process_id)
 
 
 def _client() -> Any:
@@ -166,6 +231,23 @@ def _client() -> Any:
     return global_state.client
 
 
+def _within(timeout_s: float, late: str, call: Callable[[], T]) -> T:
+    """call(), in a thread that is left behind with a HostFailure when it takes too long."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="k3serve-hosts", daemon=True).start()
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        raise HostFailure(late) from None
+
+
 def _exchange(topic: str, value: str, timeout_s: float) -> dict[int, str]:
     """Every host's value, by host, once all have told theirs.
 
@@ -173,14 +255,21 @@ def _exchange(topic: str, value: str, timeout_s: float) -> dict[int, str]:
     """
     client, count = _client(), jax.process_count()
     assert client is not None, "several processes, but jax.distributed is not up"
-    client.key_value_set(f"k3serve/{topic}/{jax.process_index()}", value)
+    late = (
+        f"host 0, where the hosts meet, did not answer within {timeout_s:.0f} s "
+        f"(--connect-timeout) while this host waited for all to get to '{topic}'"
+    )
+    return _within(timeout_s + LATE_S, late, lambda: _poll(client, count, topic, value, timeout_s))
+
+
+def _poll(client: Any, count: int, topic: str, value: str, timeout_s: float) -> dict[int, str]:
     deadline = time.monotonic() + timeout_s
+    client.key_value_set(f"k3serve/{topic}/{this_host()}", value)
     while True:
         told = _told(client, topic)
         if len(told) == count:
             return told
-        for host, reason in _told(client, "failed").items():
-            raise HostFailure(f"host {host} could not start: {reason}")
+        check_others()
         if time.monotonic() > deadline:
             missing = ", ".join(str(i) for i in range(count) if i not in told)
             raise HostFailure(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import tiktoken
 
 from k3serve.errors import CheckpointError, RequestError
 from k3serve.text.show import shown
+
+log = logging.getLogger("k3serve")
 
 NUM_SPECIALS = 256
 PIECE_CHARS = 400_000  # longer texts are cut here, and merges do not cross the cut
@@ -225,6 +228,14 @@ class Tokenizer:
             "tokenizer_class": self._config.get("tokenizer_class", "TikTokenTokenizer"),
         }
         return fields
+
+
+def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer, or None where it ships none (token-id prompts still work)."""
+    if not (checkpoint / "tiktoken.model").exists():
+        log.warning("%s has no tiktoken.model: only token-id prompts will work", checkpoint)
+        return None
+    return Tokenizer.load(checkpoint)
 
 
 def _read(path: Path) -> bytes:

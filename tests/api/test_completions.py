@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -326,3 +327,12 @@ def test_cached_tokens_count_each_prompt_once(start_server: Callable[..., Served
     counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if "{" in line}
     assert counted["vllm:prefix_cache_queries_total"] == 24
     assert counted["vllm:prefix_cache_hits_total"] == 9
+
+
+def test_the_process_tells_of_itself(served: Served) -> None:
+    lines = served.get("/metrics").body.decode().splitlines()
+    values = {name: float(value) for name, value in (x.split() for x in lines if x[0] != "#")}
+    assert values["k3serve_threads"] >= 2
+    if sys.platform == "linux":
+        assert values["process_resident_memory_bytes"] > 2**20
+        assert values["process_open_fds"] > 3

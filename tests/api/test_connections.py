@@ -11,8 +11,8 @@ import pytest
 from k3serve.api import connections
 from k3serve.api.connections import Connections, Stage
 from k3serve.types import TokenEvent
-from tests.api.client import Served, read_all, read_reply
-from tests.fakes import hangs_after
+from tests.api.client import Served, joined, read_all, read_reply
+from tests.fakes import events_of, hangs_after
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -150,9 +150,102 @@ def test_a_reader_too_far_behind_is_cancelled_long_before_the_time_out(start_ser
 
 def test_a_full_queue_refuses_before_the_body_is_read(start_server: Any) -> None:
     served = start_server()
-    served.executor.limits["max_queue"] = 0
+    served.executor.limits |= {"max_slots": 0, "max_queue": 0}
     with served.raw(post(b"")[:-4].replace(b": 0", b": 99") + b"\r\n\r\n") as sock:
         sock.shutdown(socket.SHUT_WR)
         answer = read_all(sock)
     assert answer.startswith(b"HTTP/1.1 429") and b"Retry-After: 1" in answer
     assert not served.executor.submitted
+
+
+def test_a_body_byte_by_byte_runs_out_of_time(start_server: Any) -> None:
+    """Each byte buys the time that it takes at a slow link's rate, which is next to nothing."""
+    served = start_server(body_timeout_s=0.3)
+    left = threading.Event()
+    with served.raw(post(b"")[:-5] + b"9999\r\n\r\n") as sock:
+
+        def trickle() -> None:
+            try:
+                while not left.wait(0.02):
+                    sock.sendall(b" ")
+            except OSError:
+                left.set()
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            assert sock.recv(12) == b"HTTP/1.1 408"
+            assert not left.is_set()  # it was still sending
+        finally:
+            left.set()
+            thread.join()
+    assert not served.executor.submitted
+
+
+def test_64_slow_heads_leave_room_for_others(start_server: Any) -> None:
+    served = start_server(max_connections=64, head_timeout_s=0.3)
+    slow = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(64)]
+    try:
+        for sock in slow:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+        assert served.get("/health").status == 200  # on a place of the reserve, where need be
+        assert all(b" 408 " in read_all(sock) for sock in slow)
+        served.alive()
+    finally:
+        for sock in slow:
+            sock.close()
+
+
+def test_the_kernel_watches_for_peers_that_vanish(served: Served) -> None:
+    """A peer that is gone without a word: no test can pull a cable, so this asks the kernel."""
+    with served.raw(HEALTH) as sock:
+        assert read_reply(sock).status == 200
+        name = sock.getsockname()
+        ours = [s for s in served.server.connections.sockets() if s.getpeername() == name]
+        assert len(ours) == 1
+        assert ours[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        for option, value in connections.WATCH:
+            if hasattr(socket, option):
+                assert ours[0].getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) == value
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_a_half_closed_client_counts_as_gone(served: Served, stream: bytes) -> None:
+    served.executor.script = hangs_after([], threading.Event())
+    with served.raw(post(b'{"prompt": "x", "max_tokens": 5, "stream": %b}' % stream)) as sock:
+        served.executor.wait_for(lambda e: len(e.submitted) == 1)
+        sock.shutdown(socket.SHUT_WR)
+        served.executor.wait_for(lambda e: len(e.cancelled) == 1)
+    served.alive()
+
+
+def test_256_streams_at_once_get_each_its_own_text(start_server: Any) -> None:
+    served = start_server()
+    gate = threading.Event()
+
+    def echoes(request: Any) -> Any:
+        first, *others = events_of(request, request.prompt)
+        yield first
+        yield gate  # nobody ends before everybody has begun
+        yield from others
+
+    served.executor.script = echoes
+    served.executor.limits["max_slots"] = 256
+    texts = [f"stream {number} of all" for number in range(256)]
+    streams = []
+    try:
+        for text in texts:
+            sock = socket.create_connection(("127.0.0.1", served.server.port), timeout=30)
+            sock.sendall(
+                post(b'{"prompt": "%b", "max_tokens": 64, "stream": true}' % text.encode())
+            )
+            streams.append(sock)
+        served.executor.wait_for(lambda e: len(e.submitted) == 256, timeout_s=30)
+        assert served.get("/health").status == 200
+        gate.set()
+        got = [joined(read_reply(sock).frames)["text"] for sock in streams]
+    finally:
+        gate.set()
+        for sock in streams:
+            sock.close()
+    assert got == texts

@@ -251,7 +251,7 @@ def test_connection_close_is_honoured(served: Served) -> None:
         (b"\r\n", 400),
         (b"hello\r\n\r\n", 400),
         (b"GET /health\r\n", 400),
-        (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"GET / HTTP/2.0\r\n\r\n", 400),
         (b"GET / HTTP/x\r\n\r\n", 400),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"\r\n", 431),
