@@ -93,6 +93,7 @@ def follow(engine: Engine, config: ServeConfig) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the leader drains, then tells every host
+    engine.compilations.ready()
     log.info("host %d of %d follows", jax.process_index(), jax.process_count())
     follow_leader(
         engine,
@@ -161,16 +162,14 @@ def start_leader(
     """A lockstep.leader.Leader whose first tick is on its way."""
     from k3serve.lockstep.leader import Leader, TickStats
 
-    engine.compilations.reset()
+    engine.compilations.ready()
 
     def on_tick(stats: TickStats) -> None:
         metrics.ticked(stats.times)
         if tokens := stats.prompt_tokens + stats.tokens:
             metrics.iteration_tokens.observe(tokens)
-        late = engine.compilations.take()
-        if late:
+        if late := engine.compilations.take():
             metrics.compilations_after_ready.inc(late)
-            log.warning("%d programs were compiled after start-up", late)
 
     leader = Leader(
         engine,
