@@ -55,7 +55,9 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Nothing is new, but the process runs."""
+    """The process runs."""
+
+    resident_bytes: int  # its memory; 0 where the system does not say
 
 
 @dataclass(frozen=True, slots=True)

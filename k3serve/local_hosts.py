@@ -18,7 +18,7 @@ import time
 from k3serve.link import LINK_FD
 
 PARENT_FD = "K3SERVE_PARENT_FD"
-GRACE_S = 4.0
+GRACE_S = 4.0  # with what a host needs to notice, less than --tick-timeout and 5 s
 
 
 def free_port() -> int:

@@ -122,6 +122,11 @@ class Metrics:
         threads = Gauge("k3serve_threads", "Python threads.", registry=self.registry)
         threads.set_function(threading.active_count)
 
+        self.engine_memory = Gauge(
+            "k3serve_engine_resident_memory_bytes",
+            "Memory of the engine's process; 0 where that is the same process.",
+            registry=self.registry,
+        )
         self.engine_restarts = Counter(
             "k3serve_engine_restarts",
             "Engines started again after a failure.",

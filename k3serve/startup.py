@@ -37,7 +37,9 @@ from k3serve.runtime.mesh import (
     agree,
     check_others,
     join,
+    keeping_programs,
     make_mesh,
+    own_cache_folder,
     wait_for_all_hosts,
 )
 from k3serve.runtime.program import Program
@@ -64,7 +66,7 @@ def build_engine(config: ServeConfig, joined: Callable[[], None] = lambda: None)
         if config.allow_reserved
         else sampling_mask(config.checkpoint, program.config.vocab_size)
     )
-    compiling = Compiling(program.compile)
+    compiling = Compiling(keeping_programs()(program.compile))
     weights = _read(sources, program.mesh, compiling)
     engine = Engine(program, compiling.result(check_others), weights, allowed)
     log.info("%s", _drafting(config, engine))
@@ -170,10 +172,12 @@ def expert_format_of(name: str, target: TargetConfig, on_cpu: bool) -> str:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless JAX's own variable already says where."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if not folder:
         base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(base / "k3serve" / "jax"))
+        folder = str(base / "k3serve" / "jax")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_compilation_cache_dir", own_cache_folder(folder))
 
 
 class Progress:

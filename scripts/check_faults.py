@@ -1,17 +1,17 @@
 """Random hosts fail at random moments: does everybody learn of it in time?
 
-    python scripts/check_faults.py [--trials 40] [--seed 0] [--first N] [-- FLAGS OF THE SERVER]
+    python scripts/check_faults.py [--trials 40] [--seed 0] [--together N] [-- FLAGS OF THE SERVER]
 
 Each trial starts 2 or 4 hosts, has several requests open, and then kills a host (SIGKILL), stops it
 (SIGSTOP) or cuts it off the other hosts' network, while they start, idle, compute pages or decode.
 Within the time limit of a tick and 5 s
-  - every open request has ended, and no client can take its end for success; where the leader
-    lives, it says so itself: a 503, or an error event without [DONE];
-  - /health has said so, where the leader lives;
-  - every other host's process has ended, with a status that is not 0.
-A stopped leader can tell nobody: its clients learn of it when the launcher ends it (`--hosts N`
-does; without one this script does, in its place). Hosts that start have as long as a whole start
-takes here, which is measured first, and --connect-timeout.
+  - every open request has ended, and no client can take its end for success; where the process
+    that speaks HTTP lives, it says so itself: a 503, or an error event without [DONE];
+  - /health has said so, where that process lives;
+  - every other process has ended, with a status that is not 0.
+Where the leader's front is stopped too nobody can tell: its clients learn of it when a launcher
+ends it (this script does, in its place). Hosts that start have as long as a whole start takes here,
+which is measured first, and --connect-timeout.
 Rule: a trial depends on the seed and its number alone, so that it can be repeated: --first N
 --trials 1. Cutting off needs network namespaces; where those are not permitted, hosts are stopped.
 """
@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,11 +51,27 @@ class Trial:
     fault: str  # kill, stop or cut
     victim: int
     after_s: float  # how long after the moment began
-    launcher: bool
+    launcher: bool  # --hosts N; else hosts are started one by one
+    front: bool  # HTTP in a process of its own
+    engine_only: bool  # the host's front is spared; a launcher's always is
+
+    @property
+    def http_lives(self) -> bool:
+        """Whether the process that speaks HTTP can answer after the fault."""
+        spared = self.front and (self.engine_only or self.launcher)
+        return self.victim != 0 or self.fault == "cut" or spared
+
+    @property
+    def survivors(self) -> set[int]:
+        """Hosts with a process that goes on; one that was cut off must end by itself, too."""
+        lost = self.fault != "cut" and not (self.engine_only or self.launcher)
+        return set(range(self.hosts)) - ({self.victim} if lost else set())
 
     def __str__(self) -> str:
         who = "leader" if self.victim == 0 else f"follower {self.victim}"
+        who += "'s engine" if self.engine_only else ""
         started = "--hosts" if self.launcher else "one by one"
+        started += "" if self.front else ", front in the engine"
         return f"{self.hosts} hosts ({started}), {self.moment} + {self.after_s:.2f} s: " \
                f"{self.fault} the {who}"  # fmt: skip
 
@@ -81,7 +98,11 @@ def draw(number: int, seed: int, can_cut: bool) -> Trial:
         victim=rng.choice([0, rng.randrange(1, hosts)]),
         after_s=rng.uniform(0.0, 6.0 if moment == "start" else 1.5),
         launcher=rng.random() < 0.5,
+        front=rng.random() < 0.7,
+        engine_only=False,
     )
+    if trial.front and not trial.launcher and trial.fault != "cut" and trial.victim == 0:
+        trial = replace(trial, engine_only=rng.random() < 0.5)
     if trial.fault == "cut":  # each host in a namespace: no launcher starts them there
         return replace(trial, launcher=False, fault="cut" if can_cut else "stop")
     return trial
@@ -94,6 +115,7 @@ def run(trial: Trial, flags: list[str], start_s: float) -> Report:
     """start_s: how long a start may take here."""
     connect_s = CONNECT_TIMEOUT_S if trial.moment == "start" else READY_S
     limits = ["--tick-timeout", str(TICK_TIMEOUT_S), "--connect-timeout", str(int(connect_s))]
+    limits += ["--front", "process" if trial.front else "thread"]
     with (
         _network(trial) as network,
         Pod(trial.hosts, [*flags, *limits], network, launcher=trial.launcher) as pod,
@@ -117,7 +139,7 @@ def _fail_start(trial: Trial, pod: Pod, start_s: float) -> Report:
     time.sleep(trial.after_s)
     late = pod.look() != ""  # it has started meanwhile: a run that idles
     failed_at = time.monotonic()
-    pod.fail(trial.victim, trial.fault)
+    pod.fail(trial.victim, trial.fault, engine_only=trial.engine_only)
     limit_s = TICK_TIMEOUT_S if late else start_s + CONNECT_TIMEOUT_S
     wrong = _hosts_end(trial, pod, failed_at + limit_s + MARGIN_S)
     return Report(trial, tuple(wrong), _hosts_s(trial, pod, failed_at), None, Counter())
@@ -143,24 +165,23 @@ def _fail_run(trial: Trial, pod: Pod) -> Report:
     time.sleep(trial.after_s)  # the moment is random on purpose
     health = HealthWatch(pod.url)
     failed_at = time.monotonic()
-    pod.fail(trial.victim, trial.fault)
+    pod.fail(trial.victim, trial.fault, engine_only=trial.engine_only)
     health.start()
     late = Client(pod.url, "stream", trial.number)  # sent to a run that has lost a host
     late.start()
     deadline = failed_at + TICK_TIMEOUT_S + MARGIN_S
     wrong = _hosts_end(trial, pod, deadline)
     hosts_s = _hosts_s(trial, pod, failed_at)
-    if (trial.fault, trial.victim) == ("stop", 0):
+    if trial.fault == "stop" and not trial.http_lives:
         pod.end(0)  # as a launcher would
     for client in [*clients, late]:
         client.join(max(0.0, deadline - time.monotonic()) + 0.5)
     health.finish()
-    leader_lives = trial.victim != 0 or trial.fault == "cut"
-    if leader_lives and health.unhealthy_at is None:
+    if trial.http_lives and health.unhealthy_at is None:
         wrong.append("/health never said that the run had failed")
     opened = {client.what: _open_at(client, failed_at) for client in clients}
     for client in clients:
-        wrong += _judge(client, failed_at, deadline, leader_lives)
+        wrong += _judge(client, failed_at, deadline, trial.http_lives)
     if late.is_alive() or late.outcomes[-1].kind in ("done", "wrong"):
         wrong.append(f"the request after the fault: {late.outcomes[-1:] or 'no answer'}")
     ends = [found for client in clients if (found := _open_at(client, failed_at))]
@@ -175,7 +196,7 @@ def _open_at(client: Client, failed_at: float) -> Outcome | None:
     return next((o for o in client.outcomes if o.sent_at <= failed_at < o.ended_at), None)
 
 
-def _judge(client: Client, failed_at: float, deadline: float, leader_lives: bool) -> list[str]:
+def _judge(client: Client, failed_at: float, deadline: float, http_lives: bool) -> list[str]:
     if client.is_alive():
         return [f"{client.what}: no end in time"]
     found, last = _open_at(client, failed_at), client.outcomes[-1]
@@ -184,28 +205,26 @@ def _judge(client: Client, failed_at: float, deadline: float, leader_lives: bool
         wrong.append(f"{client.what}: failed before the fault: {last.kind}, {last.detail}")
     elif last.ended_at > deadline:
         wrong.append(f"{client.what}: ended {last.ended_at - deadline:.1f} s too late")
-    if leader_lives and found is not None and found.kind == "broken":
-        wrong.append(f"{client.what}: the leader lived, but only broke off: {found.detail}")
+    if http_lives and found is not None and found.kind == "broken":
+        wrong.append(f"{client.what}: HTTP lived, but only broke off: {found.detail}")
     return wrong
 
 
 def _hosts_end(trial: Trial, pod: Pod, deadline: float) -> list[str]:
-    """What is wrong with how the other hosts ended; a cut one must end by itself, too."""
-    others = set(range(trial.hosts)) - (set() if trial.fault == "cut" else {trial.victim})
+    """What is wrong with how the other hosts ended."""
+    others = set(range(trial.hosts)) if trial.launcher else trial.survivors
     if not pod.wait_ended(others, deadline):
         return [f"host {host} still runs" for host in sorted(others - pod.ended.keys())]
-    wrong = [f"host {host} ended with 0" for host in sorted(others) if pod.ended[host][1] == 0]
-    if trial.launcher:
-        status = pod.launcher_status(max(0.0, deadline - time.monotonic()))
-        if status in (0, None):
-            wrong.append("the launcher still runs" if status is None else "it ended with 0")
-        elif not pod.wait_ended({trial.victim}, deadline):
-            wrong.append("the launcher left the victim behind")
-    return wrong
+    statuses = {
+        f"host {host}": pod.status(host, deadline - time.monotonic())
+        for host in ([0] if trial.launcher else sorted(others))
+    }
+    wrong = [f"{name} still runs" for name, status in statuses.items() if status is None]
+    return wrong + [f"{name} ended with 0" for name, status in statuses.items() if status == 0]
 
 
 def _hosts_s(trial: Trial, pod: Pod, failed_at: float) -> float:
-    ends = [at for host, (at, _) in pod.ended.items() if host != trial.victim or at > failed_at]
+    ends = [at for host, at in pod.ended.items() if host in trial.survivors]
     return max(ends, default=failed_at) - failed_at
 
 
@@ -217,6 +236,8 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=1, help="the number of the first trial")
+    parser.add_argument("--start-s", type=float, help="how long a start may take [measured]")
+    parser.add_argument("--together", type=int, default=1, help="so many trials at a time")
     parser.add_argument("flags", nargs="*", help="flags of the server [K3-nano in a small shape]")
     options = parser.parse_args()
     why_not = fault_hosts.why_no_namespaces()
@@ -224,13 +245,16 @@ def main() -> int:
         print(f"no host can be cut off here ({why_not}): those are stopped instead")
     flags = options.flags or list(NANO)
     numbers = range(options.first, options.first + options.trials)
-    reports, starts_s = [], {}
-    for trial in [draw(number, options.seed, can_cut=why_not is None) for number in numbers]:
-        if trial.moment == "start" and trial.hosts not in starts_s:
-            starts_s[trial.hosts] = measure_start(trial.hosts, flags)
-            print(f"    {trial.hosts} hosts start in {starts_s[trial.hosts]:.1f} s")
-        reports.append(run(trial, flags, starts_s.get(trial.hosts, READY_S)))
-        show(reports[-1])
+    trials = [draw(number, options.seed, can_cut=why_not is None) for number in numbers]
+    starts_s = {}
+    for hosts in sorted({trial.hosts for trial in trials if trial.moment == "start"}):
+        starts_s[hosts] = options.start_s or measure_start(hosts, flags) * options.together
+        print(f"{hosts} hosts start within {starts_s[hosts]:.1f} s")
+    reports = []
+    with ThreadPoolExecutor(options.together) as pool:
+        for report in pool.map(lambda t: run(t, flags, starts_s.get(t.hosts, READY_S)), trials):
+            reports.append(report)
+            show(report)
     table(reports)
     return 1 if any(report.wrong for report in reports) else 0
 

@@ -7,6 +7,7 @@ can be cut off.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +55,17 @@ class Namespaces:
     """A network namespace for each host, joined by a bridge in one of its own; the leader has a
     second link, to this process."""
 
-    client_address = "10.78.199.2"
-    _own_address = "10.78.199.1"
+    _numbers = itertools.count(os.getpid())
 
     def __init__(self, hosts: int) -> None:
-        self._name = f"k3f{os.getpid() % 10000}"
+        number = next(self._numbers) % 250
+        self._name = f"k3f{number}"
+        self._own_address = f"10.78.{number}.1"
+        self.client_address = f"10.78.{number}.2"
         self._hosts = hosts
 
     def address(self, host: int) -> str:
-        return f"10.77.199.{host + 1}"
+        return f"10.77.1.{host + 1}"
 
     def prefix(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self._space(host)]
@@ -159,8 +163,8 @@ class Pod:
     ) -> None:
         """launcher: one process starts the hosts and ends with them, `--hosts N`."""
         self.url = ""
-        self.ended: dict[int, tuple[float, int | None]] = {}  # host -> when, status if known
-        self._network, self._launcher = network, launcher
+        self.ended: dict[int, float] = {}  # host -> when the last of its processes did
+        self._network, self._launcher, self._count = network, launcher, hosts
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(1 if launcher else hosts)]
         command = [sys.executable, "-m", "k3serve", *flags]
         command += ["--host", network.client_address, "--port", str(free_port())]
@@ -174,33 +178,32 @@ class Pod:
             subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=log, cwd=ROOT)
             for each, log in zip(commands, self._logs, strict=True)
         ]
-        self._processes = [psutil.Process(each.pid) for each in self._started]
-        if launcher:
-            self._processes = self._children(hosts)
-        self._watch = threading.Thread(target=self._watch_ends, daemon=True)
+        self._seen: dict[int, set[psutil.Process]] = {host: set() for host in range(hosts)}
         self._over = threading.Event()
+        self._watch = threading.Thread(target=self._watch_ends, daemon=True)
         self._watch.start()
 
     def __enter__(self) -> Pod:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:  # first: the launcher would wait for a stopped host
-            _quietly(process.kill)
-        for started in self._started:
-            started.kill()
-            started.wait()
         self._over.set()
         self._watch.join()
+        left = set().union(*self._seen.values(), *map(_family, self._started))
+        for started in self._started:
+            started.kill()
+        for process in left:  # the stopped ones, and what the others left behind
+            _quietly(process.kill)
+        for started in self._started:
+            started.wait()
         for log in self._logs:
             log.close()
 
     def wait_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self.url:
+        while not self.look():
             if self.ended or time.monotonic() > deadline:
                 raise RuntimeError(f"the hosts did not get ready:\n{self.log()[-3000:]}")
-            self.look()
             time.sleep(POLL_S)
 
     def look(self) -> str:
@@ -214,17 +217,20 @@ class Pod:
         chosen = self._logs if host is None else [self._logs[0 if self._launcher else host]]
         return "".join(os.pread(log.fileno(), 1 << 20, 0).decode() for log in chosen)
 
-    def fail(self, host: int, fault: str) -> None:
-        """kill, stop or cut."""
+    def fail(self, host: int, fault: str, *, engine_only: bool) -> None:
+        """kill, stop or cut; engine_only: spares the host's front."""
         if fault == "cut":
             self._network.cut(host)
-        else:
-            signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault]
-            self._processes[host].send_signal(signum)
+            return
+        signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault]
+        for process in self._processes(host):
+            if not engine_only or process.pid != self._started[0 if self._launcher else host].pid:
+                _quietly(partial(process.send_signal, signum))
 
     def end(self, host: int) -> None:
         """Ends a host that was stopped."""
-        _quietly(self._processes[host].kill)
+        for process in self._processes(host):
+            _quietly(process.kill)
 
     def wait_ended(self, hosts: set[int], deadline: float) -> bool:
         while not hosts <= self.ended.keys():
@@ -233,29 +239,45 @@ class Pod:
             time.sleep(POLL_S)
         return True
 
-    def launcher_status(self, timeout_s: float) -> int | None:
-        """None where it still runs; 1 without a launcher."""
-        if not self._launcher:
-            return 1
+    def status(self, host: int, timeout_s: float) -> int | None:
+        """Exit status of a host, with a launcher that of the launcher; None where it still runs."""
         try:
-            return self._started[0].wait(timeout_s)
+            return self._started[0 if self._launcher else host].wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
             return None
 
-    def _children(self, hosts: int) -> list[psutil.Process]:
-        while self._started[0].poll() is None:
-            children = self._processes[0].children()
-            if len(children) == hosts:
-                return sorted(children, key=lambda child: child.pid)
-            time.sleep(POLL_S)
-        raise RuntimeError(f"the launcher ended:\n{self.log()}")
+    def _processes(self, host: int) -> set[psutil.Process]:
+        """Of a host: its engine and its front, unless that is the launcher."""
+        if not self._launcher:
+            return _family(self._started[host])
+        return {p for p in _family(self._started[0]) if _host_id(p) == host}
 
     def _watch_ends(self) -> None:
         while not self._over.wait(POLL_S):
-            for host, process in enumerate(self._processes):
-                if host not in self.ended and not _runs(process):
-                    status = None if self._launcher else self._started[host].wait()
-                    self.ended[host] = (time.monotonic(), status)
+            for host, seen in self._seen.items():
+                if host in self.ended:
+                    continue
+                seen |= self._processes(host)
+                alive = {process for process in seen if _runs(process)}
+                begun = seen if self._launcher else True
+                if begun and not alive:
+                    self.ended[host] = time.monotonic()
+
+
+def _family(started: subprocess.Popen[bytes]) -> set[psutil.Process]:
+    try:
+        parent = psutil.Process(started.pid)
+        return {parent, *parent.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _host_id(process: psutil.Process) -> int | None:
+    try:
+        words = process.cmdline()
+        return int(words[words.index("--host-id") + 1])
+    except (psutil.Error, ValueError, IndexError):
+        return None
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -265,7 +287,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _quietly(action: Any) -> None:
+def _quietly(action: Callable[[], Any]) -> None:
     try:
         action()
     except psutil.NoSuchProcess:

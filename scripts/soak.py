@@ -61,13 +61,17 @@ def look(url: str, started: float) -> Sample:
         by_name[name.partition("{")[0]] = value
     return Sample(
         at_s=time.monotonic() - started,
-        rss_mib=by_name.get("process_resident_memory_bytes", 0.0) / 2**20,
+        rss_mib=sum(by_name.get(name, 0.0) for name in _MEMORY) / 2**20,
         threads=by_name["k3serve_threads"],
         fds=by_name.get("process_open_fds", 0.0),
         running=by_name["vllm:num_requests_running"],
         waiting=by_name["vllm:num_requests_waiting"],
         late_compilations=by_name["k3serve_compilations_after_ready_total"],
     )
+
+
+# of the front and of the engine, which may be one process
+_MEMORY = ("process_resident_memory_bytes", "k3serve_engine_resident_memory_bytes")
 
 
 @dataclass

@@ -59,9 +59,11 @@ class Context:
         """Overloaded at once when the queue is full: nobody reads or encodes what cannot run."""
         capacity = self.executor.capacity()
         state = self.executor.state()
-        if state is State.DRAINING or state is State.FAILED:
+        if state is not State.READY:
             self.metrics.rejections.inc()
-            raise Overloaded(f"this server is {state.value}; ask another one", status=503)
+            raise Overloaded(
+                f"this server is {state.value}; retry later, or ask another one", status=503
+            )
         # Free slots count: what was just submitted waits until the next plan gives it one.
         if capacity.running + capacity.waiting >= capacity.max_slots + capacity.max_queue:
             self.metrics.rejections.inc()

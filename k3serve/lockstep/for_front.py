@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from k3serve.errors import ConfigError, HostFailure, RequestError
@@ -92,11 +93,19 @@ class FrontLink:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self._link.send(Beat())
+            self._link.send(Beat(_resident_bytes()))
 
     def _front_is_gone(self) -> None:
         if not self._ended.is_set():
             os._exit(1)
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def front_link() -> FrontLink | None:

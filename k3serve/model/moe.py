@@ -2,10 +2,10 @@
 
 Rule: shapes never depend on the routing. (token, choice) pairs are laid out expert by expert in
 blocks of B rows; a loop visits the blocks in use. On CPU, where each trip copies its expert's
-weights, the first block of every expert is computed in one product over all. A row's bits depend on
-that row alone: a block's other rows do not enter its products, and its k results are added in the
-router's order. Where there are few experts, all of them are computed for all rows: a loop costs
-more than that.
+weights, the first block of every expert is computed in one product over all, and where there are
+few rows, each goes through its experts by itself. A row's bits depend on that row alone: a block's
+other rows do not enter its products, and its k results are added in the router's order. Where there
+are few experts, all of them are computed for all rows: a loop costs more than that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from k3serve.model.ops import F32, HIGHEST, dot, dot_f32, einsum_f32, gated, rms
 from k3serve.model.weights import ExpertWeights, MlpWeights, MoeWeights
 
 ALL_EXPERTS = 8  # with so many or fewer, each row goes through all of them
+PAIR_MEAN = 1  # with so few or fewer, each row goes through its experts by itself
+PAIR_ROWS = 16  # rows of its weights that are added in one go
 WIDE_MEAN = 4  # with so many rows an expert or more, all experts' first rows go in one product
 
 
@@ -117,8 +119,11 @@ def run_experts(
     local = jnp.where(mine, local, experts).reshape(-1)  # [pairs]; `experts` stands for none
     groups = group(local, experts)
     mean = tokens * choices / config.num_experts
-    if w.gate_up is not None and mean >= WIDE_MEAN and on_cpu(x):
+    loose = w.gate_up is not None and on_cpu(x)
+    if loose and mean >= WIDE_MEAN:
         out = run_wide(config, w, x, local, groups, wide_rows(tokens, mean))
+    elif loose and mean <= PAIR_MEAN:
+        out = run_pairs(config, w, x, local, groups)
     else:
         out = run_blocks(config, w, x, local, groups, block_rows(tokens, mean))
     return out.reshape(tokens, choices, -1)
@@ -150,6 +155,39 @@ def run_blocks(
 
     done = lax.fori_loop(0, ends[-1], visit, jnp.zeros_like(rows))
     return with_zero_row(done.reshape(blocks * size, -1))[place]
+
+
+def run_pairs(
+    config: TargetConfig, w: ExpertWeights, x: Array, local: Array, groups: Groups
+) -> Array:
+    """run_experts row by row, expert by expert, so that its weights are still near: [pairs, in]."""
+    (pairs,), tokens = local.shape, x.shape[0]
+
+    def visit(i: Array, out: Array) -> Array:
+        pair = groups.order[i]
+        row, expert = x[pair // (pairs // tokens)], local[pair]
+        inner = row_times_expert(row, w.gate_up, expert)
+        y = row_times_expert(gated(config, inner), w.down, expert)
+        return lax.dynamic_update_index_in_dim(out, y, pair, 0)
+
+    return lax.fori_loop(0, groups.starts[-1], visit, jnp.zeros((pairs, x.shape[1]), x.dtype))
+
+
+def row_times_expert(x: Array, w: Array, expert: Array) -> Array:
+    """x [in] times w[expert], [E, in, ...] f32 -> [...] f32, which reads the weights where they
+    lie: a product would copy them first (0.06 ms against 0.12 for 512 x 512 numbers on CPU).
+    """
+    size = math.gcd(x.shape[0], PAIR_ROWS)
+
+    def some(i: Array, total: Array) -> Array:
+        at: list[Array | int] = [expert, i * size, *[0] * (w.ndim - 2)]
+        block = lax.dynamic_slice(w, at, (1, size, *w.shape[2:]))[0]
+        part = lax.dynamic_slice_in_dim(x, i * size, size)
+        for k in range(size):
+            total = total + part[k] * block[k]
+        return total
+
+    return lax.fori_loop(0, x.shape[0] // size, some, jnp.zeros(w.shape[2:], F32))
 
 
 def run_wide(

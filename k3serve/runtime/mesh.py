@@ -12,8 +12,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -147,6 +148,32 @@ def agree(settings: Mapping[str, str], timeout_s: float) -> None:
                     f"{host}: all hosts must run the same version with the same settings and the "
                     "same checkpoint"
                 )
+
+
+def own_cache_folder(folder: str) -> str:
+    """Where this host keeps its compiled programs: hosts may share a file system, and JAX's cache
+    does not expect two writers of one file.
+    """
+    if jax.process_count() == 1:
+        return folder
+    return f"{folder}/host{jax.process_index()}of{jax.process_count()}"
+
+
+@contextmanager
+def keeping_programs() -> Iterator[None]:
+    """Meanwhile, this host keeps what it compiles in its own folder.
+
+    JAX lets process 0 alone write the persistent cache. But a pod's hosts have disks of their own,
+    and even where they share one, a CPU's key differs by process: the others would compile anew at
+    every start.
+    """
+    from jax._src.distributed import global_state
+
+    own, global_state.process_id = global_state.process_id, 0
+    try:
+        yield
+    finally:
+        global_state.process_id = own
 
 
 def wait_for_all_hosts(timeout_s: float) -> None:

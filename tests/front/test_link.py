@@ -67,10 +67,10 @@ def test_messages_arrive_whole_and_in_order_both_ways() -> None:
 
 def test_what_was_sent_before_the_close_arrives() -> None:
     front, engine = started()
-    for _ in range(1000):
-        engine.link.send(Beat())
+    for i in range(1000):
+        engine.link.send(Beat(i))
     engine.link.close()
-    assert [front.next() for _ in range(1000)] == [Beat()] * 1000
+    assert [front.next() for _ in range(1000)] == [Beat(i) for i in range(1000)]
     assert front.ended.wait(10)
 
 

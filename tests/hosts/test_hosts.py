@@ -41,9 +41,13 @@ def answers(server: Server) -> list[dict[str, Any]]:
     return server.post("/v1/completions", body)["choices"]
 
 
-def answers_and_end(count: int, signum: int) -> list[dict[str, Any]]:
-    """One whole run: answers, then a signal that ends all hosts with status 0."""
+def answers_and_end(count: int, signum: int, compiled: bool = False) -> list[dict[str, Any]]:
+    """One whole run: answers, then a signal that ends all hosts with status 0. compiled: no host
+    may have to compile.
+    """
     with Server(*FLAGS, "--hosts", str(count)) as server:
+        if compiled:
+            assert sum("from the persistent cache" in line for line in server.log) == count
         hosts = server.children()
         assert len(hosts) == count
         found = answers(server)
@@ -67,10 +71,10 @@ def test_greedy_tokens_equal_the_goldens(runs: dict[int, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_second_run_gives_the_same_bits_and_ends_with_ctrl_c(
+def test_a_second_run_gives_the_same_bits_compiles_nothing_and_ends_with_ctrl_c(
     runs: dict[int, list[dict[str, Any]]], count: int
 ) -> None:
-    again = answers_and_end(count, signal.SIGINT)
+    again = answers_and_end(count, signal.SIGINT, compiled=True)
     for first, second in zip(runs[count], again, strict=True):
         assert first["logprobs"] == second["logprobs"]
         assert first["token_ids"] == second["token_ids"]

@@ -1,4 +1,4 @@
-"""The experts' loop and the product over all: right, and a row's bits its own under any routing."""
+"""The experts' loops and the product over all: right, and a row's bits its own, whatever runs."""
 
 from __future__ import annotations
 
@@ -117,6 +117,23 @@ def test_few_rows_an_expert_go_through_the_loop(monkeypatch):
     chosen = few.choices()
     found = few.run(chosen)
     assert np.abs(found[2, 5] - few.expected(2, chosen[2, 5])).max() < 1e-5
+
+
+def test_a_row_or_two_go_through_their_experts_one_by_one(monkeypatch):
+    """One row an expert on average: right, and with the same bits beside any other row."""
+    monkeypatch.setattr(moe, "run_wide", None)
+    monkeypatch.setattr(moe, "run_blocks", None)
+    two = Experts(tokens=2)
+    chosen = two.choices()
+    found = two.run(chosen)
+    for row, i in np.ndindex(2, CHOICES):
+        assert np.abs(found[row, i] - two.expected(row, chosen[row, i])).max() < 1e-5
+    swapped = two.run(chosen[::-1], two.x[::-1])
+    assert (swapped == found[::-1]).all()
+    same = two.run(chosen[[0, 0]], two.x[[0, 0]])  # each expert twice
+    assert (same == found[0]).all()
+    one = two.run(chosen, live=np.array([True, False]))
+    assert (one[0] == found[0]).all() and not one[1].any()
 
 
 def test_pairs_are_grouped_by_expert_in_their_own_order():

@@ -1,4 +1,7 @@
-"""Drives a Scheduler and a FakeDevice through a scripted load, with 1 to 3 plans in flight."""
+"""Drives a Scheduler and a FakeDevice through a scripted load, with 1 to 3 plans in flight.
+
+Rule: the books (ledger.py) are audited after every plan and every commit.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from k3serve.errors import Overloaded
 from k3serve.scheduler.scheduler import Scheduler
 from k3serve.types import Plan, Request, Sampling, TickShape, TokenEvent
 from tests.scheduler.fake_device import VOCAB, FakeDevice
+from tests.scheduler.ledger import audit
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Run:
     first_page: dict[int, int]  # request id -> tick
     page_ticks: dict[int, list[int]]  # request id -> tick of each of its pages
     first_start: dict[int, int]  # request id -> where its first computed page starts
+    token_ticks: dict[int, list[int]]  # request id -> ticks that gave it tokens
+    refused: dict[int, int]  # request id -> how many were open when the queue was full
     after_cancel: list[TokenEvent]  # events of cancelled requests: must stay empty
     scheduler: Scheduler
     device: FakeDevice
@@ -90,26 +97,35 @@ def shared_load(seed: int, count: int, shape: TickShape, *, gap: float, cancels:
     return load
 
 
-def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000_000) -> Run:
+def simulate(
+    load: Load, shape: TickShape, *, depth: int, max_queue: int = 10**9, max_ticks: int = 1_000_000
+) -> Run:
     """depth: plans in flight when a plan is made, that one included. 1 commits every tick at
     once.
     """
-    scheduler, device = Scheduler(shape, max_queue=10**9), FakeDevice(shape)
-    run = Run([], {}, {}, {}, {}, {}, [], scheduler, device)
+    scheduler, device = Scheduler(shape, max_queue), FakeDevice(shape)
+    run = Run([], {}, {}, {}, {}, {}, {}, {}, [], scheduler, device)
     cancelled: set[int] = set()
     flights: deque[tuple[Plan, object]] = deque()
     slots: dict[int, int] = {}  # slot -> request id
     last = max([*load.arrivals, *load.cancels], default=0)
 
     def commit() -> None:
+        tick = flights[0][0].tick
         for event in scheduler.commit(*flights.popleft()):
             run.events.setdefault(event.request_id, []).append(event)
+            if event.tokens:
+                run.token_ticks.setdefault(event.request_id, []).append(tick)
             if event.request_id in cancelled:
                 run.after_cancel.append(event)
+        audit(scheduler, depth)
 
     for tick in range(max_ticks):
         for request in load.arrivals.get(tick, ()):
-            scheduler.add(request)
+            try:
+                scheduler.add(request)
+            except Overloaded:
+                run.refused[request.id] = len(scheduler._open)
         for request_id in load.cancels.get(tick, ()):
             scheduler.cancel(request_id)
             cancelled.add(request_id)
@@ -117,6 +133,7 @@ def simulate(load: Load, shape: TickShape, *, depth: int, max_ticks: int = 1_000
             break
         plan = scheduler.plan(tick)
         run.plans.append(plan)
+        audit(scheduler, depth)
         for admit in plan.admits:
             slots[admit.slot] = admit.sampling.seed
             run.admitted[admit.sampling.seed] = tick

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from k3serve.scheduler.policy import BUSY_STEPS
 from k3serve.scheduler.prefix import page_keys
-from k3serve.types import Finish, TickShape
+from k3serve.types import Finish, Request, Sampling, TickShape
 from tests.scheduler.fake_device import expected, score
 from tests.scheduler.simulate import Load, Run, random_load, shared_load, simulate
 
@@ -41,6 +41,9 @@ def check_complete(run: Run, load: Load, shape: TickShape) -> None:
     """Every request got exactly its own tokens and scores; nothing leaked; nobody starved."""
     assert not run.after_cancel
     for request in load.requests.values():
+        if request.id in run.refused:
+            assert request.id not in run.events and request.id not in run.admitted
+            continue
         tokens, finish = expected(request, shape.max_context)
         events = run.events.get(request.id, [])
         got = [token for event in events for token in event.tokens]
@@ -68,6 +71,8 @@ def check_complete(run: Run, load: Load, shape: TickShape) -> None:
         assert tick - run.admitted[request_id] < bound
     for ticks in run.page_ticks.values():  # and no prompt waits long between two of its pages
         assert all(after - before <= bound for before, after in itertools.pairwise(ticks))
+    for ticks in run.token_ticks.values():  # whoever decodes gets tokens in every tick
+        assert ticks == list(range(ticks[0], ticks[-1] + 1))
 
 
 def check_logprobs(request, events, got) -> None:
@@ -153,6 +158,59 @@ def test_any_shape_any_load(seed, count, gap, depth, spare_pages, **sizes):
     shape = TickShape(**sizes, num_pages=sizes["pages_per_slot"] + spare_pages)
     load = random_load(seed, count, shape, gap=gap, cancels=0.3)
     check_complete(simulate(load, shape, depth=depth), load, shape)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_queue", [0, 3, 20])
+def test_a_full_queue_refuses_and_keeps_its_budget(depth, max_queue):
+    shape = replace(SHAPE, num_snapshots=8, num_pages=36)
+    load = shared_load(seed=max_queue, count=1000, shape=shape, gap=0.3, cancels=0.2)
+    run = simulate(load, shape, depth=depth, max_queue=max_queue)
+    check_complete(run, load, shape)
+    assert 0 < len(run.refused) < len(load.requests)
+    assert set(run.refused.values()) == {shape.max_slots + max_queue}, "refused too early"
+
+
+def plain(request_id: int, prompt: int, answer: int) -> Request:
+    """A greedy request that runs to its budget; prompts of two ids share nothing."""
+    return Request(request_id, (request_id, *[7] * (prompt - 1)), Sampling(answer, seed=request_id))
+
+
+LONG = replace(SHAPE, pages_per_slot=64, num_pages=4 * 64)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("pages", [1, 2, 16, 32, 63])
+def test_the_first_token_of_a_long_prompt_takes_ticks_in_proportion_to_its_length(pages, depth):
+    """Alone, and beside streams, which cost it nothing."""
+    prompt = pages * LONG.page_tokens
+    for streams in ([], [plain(i, 3, 500) for i in (1, 2, 3)]):
+        run = simulate(Load({0: streams, 5: [plain(9, prompt, 2)]}), LONG, depth=depth)
+        assert run.token_ticks[9][0] - 5 == -(-pages // LONG.pages_per_tick) - 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_beside_other_prompts_a_long_one_gets_its_share_of_pages(depth):
+    """Three other slots prefill without end: of two pages a tick, one in four is the long one's."""
+    others = {tick: [plain(100 + tick, 80, 1)] for tick in range(200)}
+    load = Load({**others, 5: [plain(9, 40 * LONG.page_tokens, 2), *others[5]]})
+    run = simulate(load, LONG, depth=depth)
+    fair = 40 * LONG.max_slots // LONG.pages_per_tick
+    assert fair // 2 < run.token_ticks[9][0] - run.admitted[9] <= fair
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stream_waits_no_longer_beside_a_long_prompt_than_for_one_busy_tick(depth):
+    """Every tick gives it BUSY_STEPS tokens, and holds at most pages_per_tick pages."""
+    streams = [plain(i, 3, 200) for i in (1, 2, 3)]
+    load = Load({0: streams, 5: [plain(9, 60 * LONG.page_tokens, 2)]})
+    run = simulate(load, LONG, depth=depth)
+    busy = [plan for plan in run.plans[5:] if plan.pages]
+    assert len(busy) == 30
+    assert all(len(plan.pages) == LONG.pages_per_tick for plan in busy)
+    for stream in streams:
+        given = dict(zip(run.token_ticks[stream.id], run.events[stream.id], strict=True))
+        assert {len(given[plan.tick].tokens) for plan in busy} == {BUSY_STEPS}
 
 
 def test_same_inputs_same_plans():
