@@ -116,6 +116,7 @@ def follow(engine: Engine, config: ServeConfig, link: Any = None) -> None:
     from k3serve.lockstep.follower import follow as follow_leader
 
     _ignore_signals()  # the leader drains, then tells every host
+    engine.compilations.ready()
     if link is not None:
         link.serve(None, engine.shape)
     log.info("host %d of %d follows", jax.process_index(), jax.process_count())
@@ -216,13 +217,10 @@ def start_leader(
     """
     from k3serve.lockstep.leader import Leader, TickStats
 
-    engine.compilations.reset()
+    engine.compilations.ready()
 
     def ticked(stats: TickStats) -> None:
-        late = engine.compilations.take()
-        if late:
-            log.warning("%d programs were compiled after start-up", late)
-        on_tick(stats, late)
+        on_tick(stats, engine.compilations.take())
 
     leader = Leader(
         engine,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3serve.errors import ConfigError
-from k3serve.types import TickShape
+from k3serve.types import SNAPSHOT_EVERY, TickShape
 
 NANO = Path(__file__).parent / "assets" / "nano"
 DTYPES = ("auto", "float32", "bfloat16")
@@ -26,7 +26,6 @@ DEFAULT_ROWS = 8
 CPU_TILE = 2  # a CPU computes what it is given; a pod streams its weights once for all slots
 ROWS = (1, 2, 4, 8)
 CPU_CACHE_MIB, CACHE_MIB = 64, 1024
-PAGES_PER_SNAPSHOT = 8  # scheduler.prefix.SNAPSHOT_EVERY: a long prompt uses them in this measure
 MAX_SNAPSHOTS = 1024
 
 
@@ -230,14 +229,14 @@ class ServeConfig:
         if mib == 0:
             return shape
         budget = (CPU_CACHE_MIB if on_cpu else CACHE_MIB) if mib is None else mib
-        each = snapshot_bytes + PAGES_PER_SNAPSHOT * page_bytes
+        each = snapshot_bytes + SNAPSHOT_EVERY * page_bytes
         count = min((budget << 20) // each, MAX_SNAPSHOTS)
         if count == 0 and mib is not None:
             raise ConfigError(
                 f"--prefix-cache-mib {mib}: one snapshot with its pages takes "
                 f"{-(-each >> 20)} MiB on a rank; give at least that, or 0 for no reuse"
             )
-        pages = shape.num_pages + PAGES_PER_SNAPSHOT * count
+        pages = shape.num_pages + SNAPSHOT_EVERY * count
         return replace(shape, num_snapshots=count, num_pages=pages)
 
     def tick_shape(

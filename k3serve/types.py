@@ -15,6 +15,9 @@ import numpy as np
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 300
+# Beside the ends of prompts and the places where they part, every so many pages get a snapshot: a
+# prompt that was cut off, or parts elsewhere, computes at most so many pages again.
+SNAPSHOT_EVERY = 8
 GREEDY_BELOW = 1e-5  # a temperature under this takes the best token: dividing would only overflow
 
 

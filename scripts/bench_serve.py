@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -207,20 +208,29 @@ def with_server(*flags: str) -> dict[str, float]:
         return part("client", "--base-url", url)
 
 
+COMPILED_LATE = "compiled after start-up"  # as any host's log says it
+
+
 @contextmanager
 def running_server(*flags: str) -> Iterator[str]:
-    """The address of a server of its own, ready; it ends with the block."""
+    """The address of a server of its own, ready; it ends with the block. Raises RuntimeError when
+    one of its hosts compiled something meanwhile: then the figures are wrong.
+    """
     from k3serve.local_hosts import free_port
 
     port = free_port()
     command = [sys.executable, "-m", "k3serve", *flags, "--port", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT)
-    try:
-        wait_until_ready(server, port)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stderr=log, cwd=ROOT)
+        try:
+            wait_until_ready(server, port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(60)
+        log.seek(0)
+        if late := [line for line in log if COMPILED_LATE in line]:
+            raise RuntimeError(f"the server compiled while it served: {late}")
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], port: int, timeout_s: float = 300) -> None:

@@ -15,13 +15,17 @@ from typing import Any
 
 import psutil
 
+from scripts.bench_serve import COMPILED_LATE
+
 DATA = Path(__file__).parent / "data"
 TINY_CHAT = DATA / "k3_tiny_chat"
 READY = re.compile(r"is ready: (http://\S+)")
 
 
 class Server:
-    """`python -m k3serve FLAGS --port 0`; use as a context manager, or start() and stop().
+    """`python -m k3serve FLAGS --port 0`; use as a context manager, or stop() it.
+
+    Its end is an AssertionError when one of its hosts compiled anything after start-up.
 
     words: what to run in place of `k3serve`; environment: variables beside ours.
     """
@@ -73,10 +77,13 @@ class Server:
 
     def wait(self, timeout_s: float = 60) -> int:
         try:
-            return self.process.wait(timeout_s)
+            status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError("it did not end:\n" + "".join(self.log[-40:])) from None
+        self._reader.join(timeout_s)  # invariant 4: its log is whole, and no host compiled late
+        assert not [line for line in self.log if COMPILED_LATE in line], "".join(self.log[-40:])
+        return status
 
     def kill(self) -> None:
         self.process.kill()

@@ -66,9 +66,9 @@ class Connections:
                 self._by_socket[sock] = made
             return made
 
-    def sockets(self) -> list[socket.socket]:
+    def all(self) -> list[Connection]:
         with self._lock:
-            return list(self._by_socket)
+            return list(self._by_socket.values())
 
     def make_room(self) -> bool:
         """Closes one who waits, as when file descriptors run out; False: nobody waits."""

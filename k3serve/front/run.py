@@ -31,6 +31,7 @@ log = logging.getLogger("k3serve")
 
 LOOK_S = 0.1  # how often the main thread looks at processes and the clock
 SLACK_S = 2.0  # an engine notices a hung tick by itself, and may say so first
+FAILURE_GRACE_S = 0.5
 END_S = 10.0  # what an engine has beyond its drain
 MOST_FAILED_STARTS = 5  # in a row, before a front gives up
 LONGEST_PAUSE_S = 30.0
@@ -73,6 +74,8 @@ class Front:
                 return status
             failed_starts = 0 if life.ready.is_set() else failed_starts + 1
             if not self._config.restart or (status == MISUSE and not restarts):
+                if self._server is not None:
+                    self._pause(FAILURE_GRACE_S)  # for /health to be asked once more
                 return status
             if failed_starts >= MOST_FAILED_STARTS:
                 log.error("%d starts in a row failed: giving up", failed_starts)

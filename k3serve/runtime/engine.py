@@ -7,6 +7,7 @@ Implements lockstep.device.TickDevice.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -17,6 +18,8 @@ from k3serve.errors import HostFailure
 from k3serve.runtime.decode import ModelWeights
 from k3serve.runtime.program import Program
 
+log = logging.getLogger("k3serve")
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -26,15 +29,23 @@ class CompileCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
+        self._ready = False
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1
+            if self._ready:
+                log.warning("a program was compiled after start-up, in %.1f s", duration_secs)
 
     def reset(self) -> None:
         self.take()
+
+    def ready(self) -> None:
+        """From here on nothing should compile; what does is logged, too, on every host."""
+        self.reset()
+        self._ready = True
 
     def take(self) -> int:
         """How many since the last call."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from k3serve.scheduler.pages import PagePool
 from k3serve.scheduler.prefix import (
-    SNAPSHOT_EVERY,
     Node,
     PageScores,
     PrefixTree,
@@ -25,7 +24,7 @@ from k3serve.scheduler.prefix import (
     page_keys,
 )
 from k3serve.scheduler.slots import Sequence
-from k3serve.types import PageWork, TickResult, TickShape
+from k3serve.types import SNAPSHOT_EVERY, PageWork, TickResult, TickShape
 
 
 class PageCache:

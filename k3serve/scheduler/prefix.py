@@ -21,10 +21,6 @@ import numpy as np
 
 from k3serve.types import PromptScores
 
-# Beside the ends of prompts and the places where they part, every so many pages get a snapshot: a
-# prompt that was cut off, or parts elsewhere, computes at most so many pages again.
-SNAPSHOT_EVERY = 8
-
 
 def page_keys(prompt: tuple[int, ...], page_tokens: int) -> tuple[bytes, ...]:
     """One key for each whole page of the prompt, of that page and all before it."""

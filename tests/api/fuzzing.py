@@ -235,6 +235,11 @@ def framings(draw: st.DrawFn, body: bytes) -> tuple[list[str], bytes]:
     return ["Transfer-Encoding: chunked"], data
 
 
+def post(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
     """One request, good or bad in any part of it."""
@@ -270,8 +275,9 @@ class _Shared(io.BytesIO):
         pass
 
 
-def exchange(port: int, data: bytes) -> list[Got]:
-    """All answers on one connection to data and the end of it; each must be well-formed."""
+def exchange(port: int, data: bytes, may_be_cut: bool = False) -> list[Got]:
+    """All answers on one connection to data and the end of it; each must be well-formed. The last
+    may be cut where the server takes that end for a client that left, and looks soon."""
     parts = []
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         try:
@@ -287,7 +293,12 @@ def exchange(port: int, data: bytes) -> list[Got]:
     while stream.tell() < size:
         response = http.client.HTTPResponse(stream)  # type: ignore[arg-type]
         response.begin()  # steps over 100 Continue
-        answers.append(Got(response.status, response.headers, response.read()))
+        try:
+            body = response.read()
+        except http.client.IncompleteRead:
+            assert may_be_cut and stream.tell() == size
+            break
+        answers.append(Got(response.status, response.headers, body))
     return answers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def post(body: bytes) -> bytes:
     return head.encode() + body
 
 
+def until(served: Served, stage: Stage, count: int) -> None:
+    """A client cannot see when the thread of its connection has moved on."""
+    deadline = time.monotonic() + 20
+    while sum(c.stage is stage for c in served.server.connections.all()) < count:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
 ASK = post(b'{"prompt": "x", "max_tokens": 5}')
 
 
@@ -30,6 +39,7 @@ def test_the_oldest_idle_connection_gives_way(start_server: Any) -> None:
     served = start_server(max_connections=2)
     with served.raw(HEALTH) as one, served.raw() as two:
         assert read_reply(one).status == 200
+        until(served, Stage.IDLE, 2)
         two.sendall(HEALTH)
         assert read_reply(two).status == 200
         with served.raw(MODELS) as three:
@@ -66,12 +76,13 @@ def test_health_answers_where_all_connections_are_busy(start_server: Any) -> Non
         assert read_reply(one).status == 200 and read_reply(two).status == 200
 
 
-def test_a_slow_head_gives_way(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads_give_way(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SLOW_S", -1.0)  # every request that is arriving is slow
-    served = start_server(max_connections=1)
-    with served.raw(b"GET /hea") as slow:
-        served.alive()
-        answer = read_all(slow)
+    served = start_server(max_connections=2)
+    with served.raw(b"GET /hea") as one, served.raw(b"GET /hea"):
+        until(served, Stage.RECEIVING, 2)
+        served.alive()  # on two connections, and the first may be there still when the second comes
+        answer = read_all(one)
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer)
 
 
@@ -182,15 +193,18 @@ def test_a_body_byte_by_byte_runs_out_of_time(start_server: Any) -> None:
     assert not served.executor.submitted
 
 
-def test_64_slow_heads_leave_room_for_others(start_server: Any) -> None:
-    served = start_server(max_connections=64, head_timeout_s=0.3)
+def test_64_slow_heads_leave_health_its_place(
+    start_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SLOW_S", 3600.0)  # none of them is asked to go
+    served = start_server(max_connections=64, head_timeout_s=1.0)
     slow = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(64)]
     try:
         for sock in slow:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
-        assert served.get("/health").status == 200  # on a place of the reserve, where need be
+        until(served, Stage.RECEIVING, 64)
+        assert served.get("/health").status == 200
         assert all(b" 408 " in read_all(sock) for sock in slow)
-        served.alive()
     finally:
         for sock in slow:
             sock.close()
@@ -201,7 +215,8 @@ def test_the_kernel_watches_for_peers_that_vanish(served: Served) -> None:
     with served.raw(HEALTH) as sock:
         assert read_reply(sock).status == 200
         name = sock.getsockname()
-        ours = [s for s in served.server.connections.sockets() if s.getpeername() == name]
+        all_sockets = [c.sock for c in served.server.connections.all()]
+        ours = [s for s in all_sockets if s.getpeername() == name]
         assert len(ours) == 1
         assert ours[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         for option, value in connections.WATCH:

@@ -33,17 +33,12 @@ def target() -> Iterator[Served]:
     assert set(served.executor.cancelled) == {r.id for r in served.executor.submitted}
 
 
-def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
 @pytest.mark.parametrize("path", fuzzing.PATHS)
 @fuzzing.fuzz()
 @given(data=st.data())
 def test_bodies_with_wrong_values(target: Served, path: str, data: st.DataObject) -> None:
     body = data.draw(fuzzing.bodies(path))
-    answers = fuzzing.exchange(target.server.port, post(path, body))
+    answers = fuzzing.exchange(target.server.port, fuzzing.post(path, body))
     assert len(answers) == 1
     fuzzing.check(answers)
     target.alive()
@@ -54,7 +49,7 @@ def test_bodies_with_wrong_values(target: Served, path: str, data: st.DataObject
 @given(data=st.data())
 def test_damaged_bodies(target: Served, path: str, data: st.DataObject) -> None:
     body = data.draw(fuzzing.bodies(path).flatmap(fuzzing.damaged))
-    answers = fuzzing.exchange(target.server.port, post(path, body))
+    answers = fuzzing.exchange(target.server.port, fuzzing.post(path, body))
     assert len(answers) == 1
     fuzzing.check(answers)
     target.alive()

@@ -13,8 +13,9 @@ import pytest
 
 from k3serve import wire
 from k3serve.lockstep.plan import pack
-from k3serve.runtime.engine import Engine
+from k3serve.runtime.engine import CompileCounter, Engine
 from k3serve.types import Finish, Plan, Sampling
+from scripts.bench_serve import COMPILED_LATE
 from tests.runtime.conftest import CONFIG, Answer, Runner
 from tests.serving import TINY_CHAT
 
@@ -195,11 +196,16 @@ def test_a_second_hosts_words_are_seen(engine: Engine, runner: Runner) -> None:
     assert wire.result_layout(engine.shape).array(result, "fault") == wire.Fault.CHECKSUM
 
 
-def test_a_late_compilation_is_counted(engine: Engine) -> None:
-    """Without this, invariant 4's counter could stay 0 for another reason."""
+def test_a_late_compilation_is_counted_and_logged(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without this, what servers are asked at their end could be silent for another reason."""
+    counter = CompileCounter()
+    counter.ready()
     jax.block_until_ready(jax.jit(lambda x: x * 3 + 41)(np.arange(7)))
-    assert engine.compilations.take() >= 1
-    assert engine.compilations.take() == 0
+    assert counter.take() == len([m for m in caplog.messages if COMPILED_LATE in m]) >= 1
+    assert counter.take() == 0
+    assert engine.compilations.take() >= 1  # the other tests' counter
 
 
 # --------------------------------------------------------------------------- the score command
