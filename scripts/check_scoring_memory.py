@@ -29,16 +29,19 @@ from scripts.bench_serve import running_server
 CLIENTS, BATCH, PARTS, WARM = 2, 20, 10, 3
 
 
-def child() -> int:
-    """The process id of the server: this process's only child."""
-    me = os.getpid()
-    (found,) = Path(f"/proc/{me}/task/{me}/children").read_text().split()
-    return int(found)
+def family(pid: int) -> list[int]:
+    """The process and all that it started."""
+    children = " ".join(f.read_text() for f in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [pid, *(p for child in children.split() for p in family(int(child)))]
 
 
-def resident_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+def resident_mib() -> float:
+    """Of the server's processes, front and engine: all that this one has started."""
+    total = 0
+    for pid in family(os.getpid())[1:]:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return total / 1024
 
 
 def score(url: str, seed: int, longest: int) -> int:
@@ -69,12 +72,12 @@ def main() -> None:
     if requests < PARTS:
         parser.error(f"--prompts {options.prompts}: give at least {PARTS * BATCH}")
     with running_server(*options.flags) as url, ThreadPoolExecutor(CLIENTS) as clients:
-        pid, started = child(), time.monotonic()
-        print(f"before: {resident_mib(pid):.0f} MiB", flush=True)
+        started = time.monotonic()
+        print(f"before: {resident_mib():.0f} MiB", flush=True)
         for part in range(PARTS):
             seeds = range(part * requests // PARTS, (part + 1) * requests // PARTS)
             tokens += sum(clients.map(lambda seed: score(url, seed, options.longest), seeds))
-            memory.append(resident_mib(pid))
+            memory.append(resident_mib())
             passed = f"{seeds.stop * BATCH} prompts, {tokens} tokens"
             seconds = time.monotonic() - started
             print(f"{passed}, {seconds:.0f} s: {memory[-1]:.0f} MiB", flush=True)

@@ -18,6 +18,7 @@ from k3serve.scheduler.slots import Sequence
 from k3serve.types import PageWork, TickShape
 
 # Short ticks while somebody waits: a finish is learnt, and its slot passed on, that much sooner.
+# More than 4 cost tokens/s and waits, 1 gains nothing (scripts/bench_busy.py; docs/LOG.md).
 BUSY_STEPS = 2
 
 
