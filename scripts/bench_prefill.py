@@ -128,21 +128,18 @@ def batched(engine: Any) -> Callable[[list[int]], int]:
 
 
 def kda_forward(config: Any, w: Any, x: Any) -> Any:
-    import jax
     import jax.numpy as jnp
-    from jax import lax
 
     from k3serve.model import kda
 
-    size, width = x.shape[0], 64
+    size = x.shape[0]
     u = kda.project(w, x)
     window = jnp.concatenate([jnp.zeros((config.conv_width - 1, *u.shape[1:]), u.dtype), u])
     live = jnp.ones(size, bool)
     rows = kda.prepare(config, w, x, kda.convolve(window, w.conv), live)
-    rows = jax.tree.map(lambda a: a.reshape(size // width, width, *a.shape[1:]), rows)
     k = config.kda_head_dim
-    _, o = lax.scan(kda.chunk, jnp.zeros((w.a_log.shape[0], k, k)), rows)
-    return kda.finish(config, w, x, o.reshape(size, *o.shape[2:]))
+    _, o = kda.chunks(jnp.zeros((w.a_log.shape[0], k, k)), rows)
+    return kda.finish(config, w, x, o)
 
 
 def mla_forward(config: Any, w: Any, x: Any) -> Any:

@@ -10,6 +10,7 @@ A row with g = 0 and beta = 0 leaves S as it is; that is how padding rows are wr
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from k3serve.model.ops import F32, dot, dot_f32, einsum_f32, l2_norm, rms_norm_f
 from k3serve.model.state import KdaRows, KdaState
 from k3serve.model.weights import KdaWeights
 
-SUB = 16  # rows of a sub-block: inside one, decays are formed pairwise
+CHUNK = 64  # most rows of a chunk: 2.1 ms for 64, 12.8 for 256 at once, with 8 heads of 64 on CPU
+SUB = 16  # rows of a sub-block: inside one, the solver goes row by row
 
 
 @struct.dataclass
@@ -211,9 +213,22 @@ def replay(
 # a page
 
 
+def chunks(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
+    """A page's rows in chunks that follow one another: a chunk's cost grows faster than its rows.
+    s [heads, K, V], rows with leading axis C (a multiple of 16) -> (s, o [C, heads, V]).
+    """
+    size = rows.k.shape[0]
+    width = math.gcd(size, CHUNK)
+    if width == size:
+        return chunk(s, rows)
+    parts = jax.tree.map(lambda a: a.reshape(size // width, width, *a.shape[1:]), rows)
+    s, o = lax.scan(chunk, s, parts)
+    return s, o.reshape(size, *o.shape[2:])
+
+
 def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
-    """C rows at once. s [heads, K, V], rows with leading axis C (a multiple of 16) -> (s, o [C,
-    heads, V]).
+    """C rows at once. s [heads, K, V], rows with leading axis C (16, 32 or 64) -> (s, o [C, heads,
+    V]).
 
     With G the running sum of g, A_ij = x_i . (k_j e^(G_i-G_j)) and L = beta A_kk below the
     diagonal: (I + L) V' = beta (V - K e^G S);  O = Q e^G S + A_qk V';  S <- e^(G_last) S + (K
@@ -221,19 +236,15 @@ def chunk(s: Array, rows: KdaInputs) -> tuple[Array, Array]:
     """
     q, k, v, g = (jnp.swapaxes(a, 0, 1) for a in (rows.q, rows.k, rows.v, rows.g))  # [H, C, K]
     beta = rows.beta.T[..., None]  # [H, C, 1]
-    decay = sub_block_decays(g)
-    a_qk, a_kk = pair_products(q, k, decay)
+    pairs = pair_products(q, k, g)
     size = k.shape[1]
-    row, col = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
-    a_qk = jnp.where(col <= row, a_qk, 0.0)
-    lower = jnp.where(col < row, beta * a_kk, 0.0)
-    from_start = jnp.exp((decay.local + decay.before[:, :, None]).reshape(k.shape))
-    to_end = jnp.exp((decay.suffix + decay.after[:, :, None]).reshape(k.shape))
+    lower = jnp.where(jnp.arange(size) < jnp.arange(size)[:, None], beta * pairs.kk, 0.0)
+    from_start, to_end = jnp.exp(pairs.before), jnp.exp(pairs.after)
     right = beta * jnp.concatenate([v, k * from_start], axis=-1)
     solved = solve_unit_lower(lower, right)
     u, weights = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     delta = u - einsum_f32("hck,hkv->hcv", weights, s)
-    o = einsum_f32("hck,hkv->hcv", q * from_start, s) + einsum_f32("hcj,hjv->hcv", a_qk, delta)
+    o = einsum_f32("hck,hkv->hcv", q * from_start, s) + einsum_f32("hcj,hjv->hcv", pairs.qk, delta)
     grown = einsum_f32("hck,hcv->hkv", k * to_end, delta)
     return from_start[:, -1][..., None] * s + grown, jnp.swapaxes(o, 0, 1)
 
@@ -269,64 +280,43 @@ def solve_unit_lower(lower: Array, right: Array) -> Array:
 
 
 @struct.dataclass
-class SubBlockDecays:
-    """Sums of log decays, each added up directly: a difference of two long sums would lose digits
-    behind strong gates.
-    """
+class PairProducts:
+    """What the rows of a chunk are to one another, and their decays to its ends."""
 
-    local: Any  # [H, blocks, 16, K] from the sub-block's start, the row included
-    suffix: Any  # [H, blocks, 16, K] of the rows after, to the sub-block's end
-    before: Any  # [H, blocks, K] of all earlier sub-blocks
-    after: Any  # [H, blocks, K] of all later ones
-    between: Any  # [H, I, J, K] of those after J and before I
+    qk: Any  # [H, C, C] sum over channels of q_i k_j e^(G_i - G_j) for j <= i, else 0
+    kk: Any  # [H, C, C] the same of k_i k_j
+    before: Any  # [H, C, K] log decay from the chunk's start, the row included
+    after: Any  # [H, C, K] log decay of the rows after it, to the chunk's end
 
 
-def sub_block_decays(g: Array) -> SubBlockDecays:
-    """g [H, C, K]."""
-    heads, size, width = g.shape
-    g = g.reshape(heads, size // SUB, SUB, width)
-    local = jnp.cumsum(g, axis=2)
-    backward = lax.cumsum(g, axis=2, reverse=True)
-    suffix = jnp.pad(backward[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-    b = jnp.arange(size // SUB)
-    earlier = b[:, None] > b  # [I, J]: J lies before I
-    inside = (earlier[:, None] & earlier.T[None]).astype(F32)  # [I, J, B]: J < B < I
+def pair_products(q: Array, k: Array, g: Array) -> PairProducts:
+    """Pairs of neighbouring blocks of 1, 2, 4 ... rows are joined until one is left.
 
-    def added(mask: Array) -> Array:
-        return einsum_f32("...b,hbk->h...k", mask.astype(F32), local[:, :, -1])
-
-    return SubBlockDecays(local, suffix, added(earlier), added(earlier.T), added(inside))
-
-
-def pair_products(q: Array, k: Array, decay: SubBlockDecays) -> tuple[Array, Array]:
-    """A_qk and A_kk [H, C, C]: sum over channels of x_i k_j e^(G_i - G_j); right for j <= i, any
-    number above.
-
-    Between sub-blocks I > J, the exponent is split at the first row of I into two parts that are <=
-    0. Inside one, the differences are formed pair by pair.
+    Between a row of the second and a row of the first, the exponent is split at their border into
+    two parts that are <= 0. Each part is added up directly: a difference of two long sums would
+    lose digits behind strong gates. No pair needs an exponential of its own: 0.6 ms for 8 heads of
+    64 on CPU, against 1.6 with exponentials pair by pair in sub-blocks of 16.
     """
     heads, size, width = k.shape
-    blocks = size // SUB
-    both = jnp.stack([q, k], axis=1).reshape(heads, 2, blocks, SUB, width)
-    by_block = k.reshape(heads, blocks, SUB, width)
-    local = decay.local
-    first = local[:, :, :1]
-
-    earlier = jnp.arange(blocks)[:, None] > jnp.arange(blocks)
-    exponent = first[:, :, None] + decay.between[:, :, :, None] + decay.suffix[:, None]
-    exponent = jnp.where(earlier[None, :, :, None, None], exponent, -jnp.inf)
-    columns = (by_block[:, None] * jnp.exp(exponent)).reshape(heads, blocks, size, width)
-    rows = both * jnp.exp(local - first)[:, None]
-    across = einsum_f32("hxbik,hbjk->hxbij", rows, columns).reshape(heads, 2, size, size)
-
-    ordered = (jnp.arange(SUB)[:, None] >= jnp.arange(SUB))[..., None]
-    exponent = jnp.where(ordered, local[:, :, :, None] - local[:, :, None], -jnp.inf)
-    pairs = jnp.exp(exponent) * by_block[:, :, None]  # [H, blocks, i, j, K]
-    within = jnp.sum(both[:, :, :, :, None] * pairs[:, None], axis=-1)  # [H, 2, blocks, i, j]
-    diagonal = jnp.eye(blocks, dtype=bool)[:, None, :, None]
-    tiled = jnp.where(diagonal, within[:, :, :, :, None, :], 0.0).reshape(heads, 2, size, size)
-    out = across + tiled
-    return out[:, 0], out[:, 1]
+    both = jnp.stack([q, k], axis=2)  # [H, C, 2, K]
+    out = jnp.sum(both * k[:, :, None], axis=-1)[:, :, None, :, None]
+    before, after = g[:, :, None], jnp.zeros_like(g)[:, :, None]  # [H, blocks, rows, K]
+    rows = 1
+    while rows < size:
+        assert size % (2 * rows) == 0, f"a chunk of {size} rows is no power of two"
+        shape = (heads, size // (2 * rows), 2, rows)
+        before, after = before.reshape(*shape, width), after.reshape(*shape, width)
+        out = out.reshape(*shape, 2, rows)
+        x = both.reshape(*shape, 2, width)[:, :, 1] * jnp.exp(before[:, :, 1])[:, :, :, None]
+        y = k.reshape(*shape, width)[:, :, 0] * jnp.exp(after[:, :, 0])
+        cross = einsum_f32("hbixk,hbjk->hbixj", x, y)
+        upper = jnp.concatenate([out[:, :, 0], jnp.zeros_like(cross)], axis=-1)
+        out = jnp.concatenate([upper, jnp.concatenate([cross, out[:, :, 1]], axis=-1)], axis=2)
+        first, second = before[:, :, 0, -1:], before[:, :, 1, -1:]  # sums over whole blocks
+        before = jnp.concatenate([before[:, :, 0], before[:, :, 1] + first], axis=2)
+        after = jnp.concatenate([after[:, :, 0] + second, after[:, :, 1]], axis=2)
+        rows *= 2
+    return PairProducts(out[:, 0, :, 0], out[:, 0, :, 1], before[:, 0], after[:, 0])
 
 
 def kda_page(
@@ -347,7 +337,7 @@ def kda_page(
     window = jnp.concatenate([before, project(w, x).astype(before.dtype)], axis=0)
     live = jnp.arange(size) < length
     inputs = prepare(config, w, x, convolve(window, w.conv), live)
-    s, o = chunk(jnp.where(fresh, 0.0, state.s[slot]), inputs)
+    s, o = chunks(jnp.where(fresh, 0.0, state.s[slot]), inputs)
     newest = lax.dynamic_slice_in_dim(window, length, before.shape[0])
     new_state = state.replace(  # type: ignore[attr-defined]
         s=state.s.at[slot].set(s), conv=state.conv.at[slot].set(newest)

@@ -266,7 +266,7 @@ def recurrence_f64(rows):
     return s, np.stack(out)
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("page", [16, 64, 192])
 @pytest.mark.parametrize("gates", ["near_0", "mixed", "near_bound", "unbounded"])
 def test_chunked_equals_recurrent(gates, page):
     exact = random_rows(gates)
@@ -275,7 +275,7 @@ def test_chunked_equals_recurrent(gates, page):
     s_rows, o_rows = jax.jit(lambda s, r: jax.lax.scan(kda.recur, s, r))(
         jnp.zeros((2, 32, 32)), rows
     )
-    s, outs, step = jnp.zeros((2, 32, 32)), [], jax.jit(kda.chunk)
+    s, outs, step = jnp.zeros((2, 32, 32)), [], jax.jit(kda.chunks)
     for i in range(0, 192, page):
         s, o = step(s, jax.tree.map(lambda a: a[i : i + page], rows))  # noqa: B023
         outs.append(o)
