@@ -16,7 +16,7 @@ if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> Callable[..., Model]:
     """model(name, ranks=1, page_tokens=64, expert_format="dense", dtype="float32")."""
     return cache(Model)

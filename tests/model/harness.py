@@ -59,6 +59,10 @@ class Model:
         self.pages_per_slot = -(-MAX_TOKENS // page_tokens)
         pages = np.random.default_rng(5).permutation(SLOTS * self.pages_per_slot)
         self.table = pages.reshape(SLOTS, -1).astype(np.int32)  # pages of a slot lie anywhere
+        # compiled once for each number of rows, and gone with this object
+        self.page_program = cache(self._page_program)
+        self.rows_program = cache(self._rows_program)
+        self._settle = cache(self._settle_program)
 
     def goldens(self, file: str = "goldens") -> Any:
         return np.load(self.folder / f"{file}.npz")
@@ -88,8 +92,7 @@ class Model:
         )
         return jax.jit(mapped, donate_argnums=1 if donate else ())
 
-    @cache  # noqa: B019  (models live as long as the session)
-    def page_program(self, rows: int) -> Any:
+    def _page_program(self, rows: int) -> Any:
         def page(weights: Any, state: State, *inputs: Any) -> Any:
             taps: dict[tuple[str, int], jax.Array] = {}
             hidden, state = prefill_page(self.config, weights, state, *inputs, taps=taps)
@@ -97,8 +100,7 @@ class Model:
 
         return self.jit(page, 5, rows=rows)
 
-    @cache  # noqa: B019
-    def rows_program(self, rows: int) -> Any:
+    def _rows_program(self, rows: int) -> Any:
         def decode(weights: Any, state: State, *inputs: Any) -> Any:
             hidden, state = decode_rows(self.config, weights, state, *inputs)
             flat = hidden.reshape(-1, hidden.shape[-1])
@@ -107,8 +109,7 @@ class Model:
 
         return self.jit(decode, 4, rows=rows)
 
-    @cache  # noqa: B019
-    def _settle(self, rows: int) -> Any:
+    def _settle_program(self, rows: int) -> Any:
         def settle(weights: Any, state: State) -> Any:
             nothing, none = jnp.zeros(SLOTS, jnp.int32), state.accepted
             layers = []

@@ -77,7 +77,7 @@ class Runner:
         return [answers[r.id] for r in queued]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine() -> Engine:
     from k3serve.startup import build_engine
 
@@ -86,7 +86,7 @@ def engine() -> Engine:
     return built
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def runner(engine: Engine) -> Runner:
     return Runner(engine)
 

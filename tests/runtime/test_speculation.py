@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,12 @@ def built(**changes: Any) -> Runner:
     from k3serve.startup import build_engine
 
     return Runner(build_engine(replace(NANO, **changes)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engine_stays() -> Iterator[None]:
+    yield
+    built.cache_clear()
 
 
 @pytest.fixture
